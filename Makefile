@@ -1,0 +1,37 @@
+# Needs python3 (3.10 to 3.13), make and the package index. PYTHON=python3.12 chooses another interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TESTS ?= tests
+
+.PHONY: demo test bench lint format clean
+
+demo: $(STAMP)
+	$(BIN)/treeattn demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS)
+
+bench: $(STAMP)
+	$(BIN)/treeattn bench $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/size_budget.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info < (3, 14) else "treeattn needs Python 3.10 to 3.13, and $(PYTHON) is %d.%d; try: make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2])'
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) cannot make a virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,58 @@
+"""Tree attention for language-model inference, over ragged and paged KV caches.
+
+Importing this package loads neither TVM nor PyTorch; names are found on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .api import attention as attention
+    from .api import merge as merge
+    from .api import plan as plan
+    from .api import to_natural as to_natural
+    from .errors import CompileError as CompileError
+    from .errors import DTypeError as DTypeError
+    from .errors import IndexRangeError as IndexRangeError
+    from .errors import ShapeError as ShapeError
+    from .errors import TreeAttnError as TreeAttnError
+    from .errors import UnsupportedError as UnsupportedError
+    from .masks import Causal as Causal
+    from .masks import Full as Full
+    from .masks import PaddedLeft as PaddedLeft
+    from .masks import Sink as Sink
+    from .masks import Tree as Tree
+    from .masks import ValidLength as ValidLength
+    from .masks import Window as Window
+    from .plan import Plan as Plan
+    from .storage import PagedKV as PagedKV
+    from .storage import RaggedKV as RaggedKV
+    from .tree import TokenTree as TokenTree
+
+_HOMES = {
+    "api": ("attention", "merge", "plan", "to_natural"),
+    "errors": ("CompileError", "DTypeError", "IndexRangeError", "ShapeError", "TreeAttnError", "UnsupportedError"),
+    "masks": ("Causal", "Full", "PaddedLeft", "Sink", "Tree", "ValidLength", "Window"),
+    "plan": ("Plan",),
+    "storage": ("PagedKV", "RaggedKV"),
+    "tree": ("TokenTree",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted([*_HOME_OF, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'treeattn' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *globals()]

@@ -1,0 +1,252 @@
+"""The calls most people need: `attention`, `plan`, `merge`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import as_kind, to_numpy, view
+from .compile import kernel
+from .errors import DTypeError, ShapeError, UnsupportedError
+from .kernels.spec import KernelSpec
+from .masks import Batch, Mask
+from .plan import Launch, Plan, check_heads, check_q_dtype, check_q_indptr, check_threads, make_work
+from .storage import Storage
+from .targets import available_threads
+
+
+def attention(
+    q: Any,
+    kv: Storage,
+    mask: Mask,
+    *,
+    q_indptr: Any = None,
+    sm_scale: float | None = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+    sink_logits: Any = None,
+    rope: Any = None,
+    threads: int | None = None,
+    target: Any = None,
+    out: Any = None,
+    check: bool = True,
+) -> tuple[Any, Any]:
+    """Compute attention of query rows over cached keys and values.
+
+    Parameters
+    ----------
+    q : Array
+        ``[q_total, q_heads, d_qk]``, float32, float16 or bfloat16.
+    kv : RaggedKV or PagedKV
+        Keys and values, the new tokens' own included.
+    mask : Mask
+        Which keys each row sees.
+    q_indptr : integers, optional
+        ``[num_seqs + 1]``: sequence ``b`` owns query rows ``q_indptr[b]`` to ``q_indptr[b + 1]``. May be left out for a
+        single sequence, and for one row per sequence.
+    sm_scale : float, optional
+        Factor of ``q . k``; ``1 / sqrt(d_qk)`` by default.
+    softcap, alibi, sink_logits, rope
+        Reserved; not offered yet.
+    threads : int, optional
+        Threads to use; the processors of the affinity mask by default.
+    target : str, optional
+        ``"llvm"``, the machine at hand.
+    out : Array, optional
+        Where to write the output.
+    check : bool
+        False skips the checks of indices, for callers who made them once.
+
+    Returns
+    -------
+    out : Array
+        ``[q_total, q_heads, d_v]``, of the kind and dtype of ``q``. A row that sees nothing is 0.
+    lse : Array
+        ``[q_total, q_heads]`` float32, base 2; -inf for a row that sees nothing.
+
+    Raises
+    ------
+    TreeAttnError
+        Bad input; nothing is written then.
+
+    Examples
+    --------
+    >>> import numpy as np, treeattn as ta
+    >>> kv = ta.RaggedKV(np.ones((3, 1, 8), "float32"), np.ones((3, 1, 8), "float32"), [0, 3])
+    >>> out, lse = ta.attention(np.ones((2, 1, 8), "float32"), kv, ta.Causal())
+    >>> out.shape, lse.shape
+    ((2, 1, 8), (2, 1))
+    """
+    shape = view(q, "q").shape
+    if len(shape) != 3:
+        raise ShapeError(f"q: expected [q_total, q_heads, d_qk], got shape {shape}")
+    _check_storage(kv)
+    step = plan(
+        kv, mask, q_indptr=_default_indptr(q_indptr, shape[0], kv.num_seqs), q_heads=shape[1], dtype=view(q, "q").dtype,
+        sm_scale=sm_scale, softcap=softcap, alibi=alibi, sink_logits=sink_logits, rope=rope, threads=threads, target=target,
+        check=check,
+    )  # fmt: skip
+    return step.run(q, kv, out=out, check=check)
+
+
+def plan(
+    kv: Storage,
+    mask: Mask,
+    *,
+    q_indptr: Any,
+    q_heads: int,
+    dtype: Any,
+    sm_scale: float | None = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+    sink_logits: Any = None,
+    rope: Any = None,
+    threads: int | None = None,
+    target: Any = None,
+    check: bool = True,
+) -> Plan:
+    """Prepare a step: check every index, cut and balance the work, compile what is not compiled yet.
+
+    Parameters
+    ----------
+    kv : RaggedKV or PagedKV
+        The page table and the layout; the arrays of any layer with that layout.
+    mask : Mask
+        Which keys each row sees.
+    q_indptr : integers
+        ``[num_seqs + 1]``, offsets of each sequence's query rows.
+    q_heads : int
+        A multiple of the kv heads.
+    dtype : str
+        Of q and the output: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+    sm_scale, threads, target, check
+        As in `attention`.
+
+    Returns
+    -------
+    Plan
+        ``plan.run(q, kv_of_layer)`` computes a layer.
+
+    Raises
+    ------
+    TreeAttnError
+        Bad input.
+    """
+    _check_parts(softcap=softcap, alibi=alibi, sink_logits=sink_logits, rope=rope)
+    _check_storage(kv)
+    if not isinstance(mask, Mask):
+        raise DTypeError(f"mask: expected a Mask such as ta.Causal() or ta.Tree(trees), got {type(mask).__name__}")
+    table, pools = kv.table, kv.pools
+    q_heads = check_heads(q_heads, pools.kv_heads)
+    spec = KernelSpec(pools.d_qk, pools.d_v, check_q_dtype(dtype), pools.dtype, mask.form)
+    batch = Batch(check_q_indptr(q_indptr, kv.num_seqs), table.kv_len, mask.trees)
+    if check:
+        kv.validate()
+        mask.check(batch)
+    compiled = kernel(spec, target)
+    count = check_threads(threads, available_threads())
+    work = make_work(
+        batch, mask, table, kv_heads=pools.kv_heads, group=q_heads // pools.kv_heads, config=compiled.config, threads=count
+    )
+    launch = Launch(
+        compiled, kv, int(batch.q_indptr[-1]), q_heads, spec.q_dtype, count, _scale(sm_scale, pools.d_qk),
+        compiled.workspace_floats,
+    )  # fmt: skip
+    return Plan(work, launch)
+
+
+def merge(*states: Any) -> tuple[Any, Any]:
+    """Merge attention states of disjoint sets of keys.
+
+    Parameters
+    ----------
+    *states : Array
+        ``out_a, lse_a, out_b, lse_b, ...``: outputs ``[..., d_v]`` with their base-2 LSE ``[...]``, two states or more.
+
+    Returns
+    -------
+    out : Array
+        ``[..., d_v]``, of the kind and dtype of ``out_a``.
+    lse : Array
+        ``[...]`` float32, base 2. ``merge(x, nothing)`` is x, and of two empty states ``(0, -inf)``; never NaN.
+
+    Raises
+    ------
+    ShapeError
+        An odd number of arrays, or shapes that differ.
+    """
+    if len(states) < 4 or len(states) % 2:
+        raise ShapeError(f"merge: expected out_a, lse_a, out_b, lse_b, ..., got {len(states)} arrays")
+    outs = [to_numpy(state, f"out {i}") for i, state in enumerate(states[::2])]
+    lses = [to_numpy(state, f"lse {i}").astype(np.float32) for i, state in enumerate(states[1::2])]
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.shape != outs[0].shape or lse.shape != outs[0].shape[:-1]:
+            raise ShapeError(
+                f"merge: expected out {outs[0].shape} and lse {outs[0].shape[:-1]} in state {i}, got {out.shape} and {lse.shape}"
+            )
+    out, lse = _merge(outs, lses)
+    return _like(out.astype(outs[0].dtype), states[0]), _like(lse, states[0])
+
+
+def to_natural(lse: Any) -> Any:
+    """Turn a base-2 log-sum-exp into a natural one: ``lse * ln 2``."""
+    return lse * math.log(2.0)
+
+
+def _merge(outs: list[NDArray[Any]], lses: list[NDArray[np.float32]]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    stacked = np.stack(lses)
+    highest = stacked.max(axis=0)
+    weights = np.exp2(stacked - np.where(np.isneginf(highest), np.float32(0), highest))
+    total = weights.sum(axis=0)
+    share = np.divide(weights, total, out=np.zeros_like(weights), where=total != 0)
+    out = np.zeros(outs[0].shape, np.float32)
+    for part, weight in zip(outs, share, strict=True):
+        held = weight[..., None] != 0  # a state without weight adds nothing, whatever it holds
+        out += np.where(held, part.astype(np.float32), np.float32(0)) * weight[..., None]
+    with np.errstate(divide="ignore"):
+        return out, (highest + np.log2(total)).astype(np.float32)
+
+
+def _like(result: NDArray[Any], array: Any) -> Any:
+    if type(array).__module__.startswith("torch"):
+        import sys
+
+        torch = sys.modules["torch"]
+        if result.dtype.name == "bfloat16":
+            return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(result)
+    return as_kind(result, array)
+
+
+def _default_indptr(q_indptr: Any, q_total: int, num_seqs: int) -> Any:
+    if q_indptr is not None:
+        return q_indptr
+    if num_seqs == 1:
+        return np.array([0, q_total], np.int32)
+    if q_total == num_seqs:
+        return np.arange(num_seqs + 1, dtype=np.int32)
+    raise ShapeError(f"q_indptr: expected [num_seqs + 1] = [{num_seqs + 1}] offsets for {q_total} query rows, got None")
+
+
+def _scale(sm_scale: Any, d_qk: int) -> float:
+    if sm_scale is None:
+        return 1.0 / math.sqrt(d_qk)
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float | np.integer | np.floating):
+        raise DTypeError(f"sm_scale: expected a number, got {type(sm_scale).__name__}")
+    if not math.isfinite(sm_scale):
+        raise ShapeError(f"sm_scale: expected a finite number, got {sm_scale}")
+    return float(sm_scale)
+
+
+def _check_storage(kv: Any) -> None:
+    if not isinstance(kv, Storage):
+        raise DTypeError(f"kv: expected RaggedKV or PagedKV, got {type(kv).__name__}; wrap the arrays in one of them")
+
+
+def _check_parts(**parts: Any) -> None:
+    for name, value in parts.items():
+        if value is not None:
+            raise UnsupportedError(f"{name}: not offered yet on any target; leave it out")

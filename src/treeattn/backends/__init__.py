@@ -1,0 +1,1 @@
+"""Where kernels run. One module per runtime; each imports its optional packages itself."""

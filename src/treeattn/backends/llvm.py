@@ -1,0 +1,53 @@
+"""The host CPU, on TVM's thread pool.
+
+TVM's pool would take half the processors of an x86 machine; it is told to take those of the affinity mask instead, unless
+``TVM_NUM_THREADS`` says otherwise. A kernel from disk needs only TVM's small runtime library, not its compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnsupportedError
+from ..targets import available_threads
+
+ENTRY = "attention"
+
+
+@lru_cache(maxsize=1)
+def runtime() -> None:
+    """Load TVM's runtime library once, with the thread count of the affinity mask."""
+    os.environ.setdefault("TVM_NUM_THREADS", str(available_threads()))
+    spec = importlib.util.find_spec("tvm")
+    places = (spec.submodule_search_locations if spec else None) or []
+    for place in places:
+        library = Path(place) / "lib" / "libtvm_runtime.so"
+        if library.exists():
+            import tvm_ffi  # noqa: F401 - its library must be loaded first
+
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+            return
+    import tvm  # noqa: F401 - another layout of the wheel: let TVM find its own
+
+
+def load(path: Path) -> Callable[..., None]:
+    """Return the attention function of a shared library."""
+    runtime()
+    import tvm_ffi
+
+    return function(tvm_ffi.load_module(str(path)))
+
+
+def function(module: Any) -> Callable[..., None]:
+    """Return the attention function of a module."""
+    runtime()
+    entry: Callable[..., None] | None = module[ENTRY]
+    if entry is None:
+        raise UnsupportedError(f"the module holds no function {ENTRY!r}")
+    return entry

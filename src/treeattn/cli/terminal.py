@@ -1,0 +1,41 @@
+"""What the commands write to: a table to standard output, progress to standard error on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Item = TypeVar("Item")
+PATIENCE = 2.0  # seconds
+WIDE = 200  # columns; a file or a pipe has no width to keep to
+
+
+def console() -> Console:
+    """Console on standard output."""
+    from rich.console import Console
+
+    found = Console(highlight=False)
+    if not found.is_terminal:
+        found.width = WIDE
+    return found
+
+
+def progress(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
+    """Yield ``items``, with a bar from the third second on."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    start = time.perf_counter()
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total, visible=False)
+        for item in items:
+            yield item
+            bar.update(task, advance=1, visible=time.perf_counter() - start > PATIENCE)

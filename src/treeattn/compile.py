@@ -1,0 +1,115 @@
+"""From a spec to a callable: the compiler, and the caches in memory and on disk."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import store
+from .backends import llvm
+from .errors import CompileError
+from .kernels.spec import KernelSpec, simplify
+from .kernels.workspace import workspace_floats
+from .schedules.tiles import TileConfig, select
+from .targets import TargetTraits, resolve
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel ready to run, with what it was made from."""
+
+    spec: KernelSpec
+    config: TileConfig
+    traits: TargetTraits
+    function: Callable[..., None]
+
+    @property
+    def workspace_floats(self) -> int:
+        """Floats of scratch memory each thread needs."""
+        return workspace_floats(self.spec, self.config)
+
+    def __call__(self, *args: Any) -> None:
+        """Run with the arguments of `treeattn.kernels.cpu`, in their order."""
+        self.function(*args)
+
+
+_kernels: dict[tuple[KernelSpec, TileConfig, TargetTraits], CompiledKernel] = {}
+_lock = threading.Lock()
+compilations = 0
+"""How many kernels this process has compiled (loads from disk are not counted)."""
+
+
+def kernel(spec: KernelSpec, target: Any = None, config: TileConfig | None = None) -> CompiledKernel:
+    """Return the kernel of a spec, compiling it at most once per machine.
+
+    Raises
+    ------
+    UnsupportedError
+        No tile fits the target.
+    CompileError
+        The compiler refused it.
+    """
+    traits = resolve(target)
+    spec = KernelSpec(spec.d_qk, spec.d_v, spec.q_dtype, spec.kv_dtype, simplify(spec.mask))
+    config = config or select(spec, traits)
+    place = spec, config, traits
+    found = _kernels.get(place)
+    if found is None:
+        with _lock:
+            found = _kernels.get(place) or CompiledKernel(*place, _load_or_compile(*place))
+            _kernels[place] = found
+    return found
+
+
+def _load_or_compile(spec: KernelSpec, config: TileConfig, traits: TargetTraits) -> Callable[..., None]:
+    global compilations  # noqa: PLW0603 - a counter that tests read
+    name = store.key(spec, config, traits, traits.fingerprint())
+    if path := store.load(name, ".so"):
+        try:
+            return llvm.load(path)
+        except Exception:  # whatever the loader dislikes, building again mends it
+            store.discard(path)
+    module = build(spec, config, traits)
+    compilations += 1
+    if (content := _link(module)) and (path := store.save(name, ".so", content)):
+        return llvm.load(path)
+    return llvm.function(module)
+
+
+def build(spec: KernelSpec, config: TileConfig, traits: TargetTraits) -> Any:
+    """Compile a spec to a TVM module.
+
+    Raises
+    ------
+    CompileError
+        With the compiler's message.
+    """
+    import tvm
+
+    from .kernels import cpu
+    from .kernels.lowering import PIPELINE
+
+    try:
+        function = cpu.attention(spec, config)
+        module = tvm.IRModule({"attention": function})
+        return tvm.tirx.build(module, target=tvm.target.Target(traits.tvm_target()), pipeline=PIPELINE)
+    except Exception as error:
+        raise CompileError(f"cannot compile {spec} for {traits}: {error}") from error
+
+
+def _link(module: Any) -> bytes | None:
+    """Return a shared library, or None on a machine without a linker (the kernel then lives in memory)."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="treeattn") as folder:
+        source, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        module.write_to_file(str(source), "o")
+        linked = subprocess.run([compiler, "-shared", "-o", library, source], capture_output=True, check=False)
+        return library.read_bytes() if linked.returncode == 0 else None

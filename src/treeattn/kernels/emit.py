@@ -1,0 +1,156 @@
+"""A thin layer over TVM's IR builder: Python functions that emit statements where they are called.
+
+``with loop(n) as i``, ``with when(condition)``, ``x = let(expression)`` and ``put(buffer, index, value)`` are all the
+statements kernels use. Buffers are flat; a vector is a `span` of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tvm
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder import ir as I
+
+Expr = Any
+Buffer = Any
+PrimFunc = Any
+
+
+def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
+    """Build a function whose arguments and statements ``body`` emits."""
+    with IRBuilder() as builder:
+        with I.prim_func():
+            I.func_name(name)
+            body()
+    return builder.get().with_attr({"global_symbol": name, "tirx.is_scheduled": True})
+
+
+def scalar(name: str, dtype: str) -> Expr:
+    """Declare a scalar argument."""
+    return I.arg(name, getattr(I, dtype)())
+
+
+def pointer(name: str, dtype: str) -> Expr:
+    """Declare a pointer argument; all arguments come before the first statement."""
+    return I.arg(name, I.handle(stored_dtype(dtype)))
+
+
+def flat(data: Expr, dtype: str, extent: int) -> Buffer:
+    """See a pointer argument as a flat buffer of ``extent`` elements."""
+    return I.decl_buffer((T.int64(extent),), stored_dtype(dtype), data=data)
+
+
+def stored_dtype(dtype: str) -> str:
+    """Return the dtype memory is declared with: bfloat16 travels as uint16, kernels convert it themselves."""
+    return "uint16" if dtype == "bfloat16" else dtype
+
+
+def part(workspace: Buffer, size: int, offset: Expr, dtype: str = "float32") -> Buffer:
+    """See ``size`` elements of a buffer from ``offset`` on as a buffer of its own."""
+    return I.decl_buffer((size,), dtype, data=workspace.data, elem_offset=offset)
+
+
+def registers(size: int, dtype: str = "float32") -> Buffer:
+    """Allocate a small buffer that LLVM keeps in registers: of constant size, under 1024 bytes."""
+    return I.alloc_buffer((size,), dtype)
+
+
+def loop(begin: Expr, end: Expr | None = None) -> Any:
+    """Loop over ``[begin, end)``, or ``[0, begin)``."""
+    return I.serial(begin) if end is None else I.serial(begin, end)
+
+
+def parallel(count: Expr) -> Any:
+    """Loop whose iterations run on TVM's threads, one contiguous range each."""
+    return I.parallel(count)
+
+
+def while_(condition: Expr) -> Any:
+    """Loop while ``condition``, which reads a buffer the body changes."""
+    return I.While(condition)
+
+
+@contextmanager
+def when(condition: Expr) -> Iterator[None]:
+    """Emit the body under a run-time condition."""
+    with I.If(condition), I.Then():
+        yield
+
+
+def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Emit two branches of a run-time condition."""
+    with I.If(condition):
+        with I.Then():
+            then()
+        with I.Else():
+            otherwise()
+
+
+def let(value: Expr) -> Expr:
+    """Bind a value to a variable, computed once."""
+    return value if isinstance(value, int) else I.Bind(value)
+
+
+def put(buffer: Buffer, index: Expr, value: Expr) -> None:
+    """Store ``value`` at ``index`` (a scalar's index or a `span`)."""
+    I.buffer_store(buffer, value, [index])
+
+
+def run(value: Expr) -> None:
+    """Emit a call for its effect."""
+    I.evaluate(value)
+
+
+def span(begin: Expr, lanes: int) -> Expr:
+    """Index of ``lanes`` elements from ``begin`` on."""
+    return begin if lanes == 1 else T.Ramp(begin, 1, lanes)
+
+
+def broadcast(value: Expr, lanes: int) -> Expr:
+    """Repeat a scalar in every lane."""
+    return value if lanes == 1 else T.Broadcast(value, lanes)
+
+
+def f32(value: float, lanes: int = 1) -> Expr:
+    """Return a float32 constant, in every lane."""
+    return broadcast(T.float32(value), lanes)
+
+
+def i32(value: int) -> Expr:
+    """Return an int32 constant."""
+    return T.int32(value)
+
+
+def i64(value: Expr) -> Expr:
+    """Widen to int64."""
+    return T.int64(value) if isinstance(value, int) else T.cast(value, "int64")
+
+
+def typed(dtype: str, lanes: int) -> str:
+    """Name the vector type of ``lanes`` elements."""
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def smaller(left: Expr, right: Expr) -> Expr:
+    """Return the lesser of two values."""
+    return T.min(left, right)
+
+
+def greater(left: Expr, right: Expr) -> Expr:
+    """Return the greater of two values; a NaN on the right stays."""
+    return T.max(left, right)
+
+
+def all_of(*conditions: Expr) -> Expr:
+    """Return the conjunction of scalar conditions; all are evaluated."""
+    return tvm.tirx.all(*conditions)
+
+
+def prefetch(buffer: Buffer, index: Expr) -> None:
+    """Ask for the cache line that holds an element."""
+    address = T.address_of(buffer[index])
+    run(T.call_llvm_intrin("void", "llvm.prefetch", address, T.int32(0), T.int32(3), T.int32(1)))

@@ -1,0 +1,56 @@
+"""Where the parts of a thread's scratch memory lie, in floats: pure arithmetic, shared by kernels and callers."""
+
+from __future__ import annotations
+
+from ..schedules.tiles import TileConfig
+from .spec import KernelSpec
+
+LINE_FLOATS = 16
+
+Layout = dict[str, tuple[int, int]]
+"""``{name: (offset, size)}``."""
+
+
+def many_rows(spec: KernelSpec, config: TileConfig) -> Layout:
+    """Lay out the scratch of `rows_many`."""
+    return _lay_out({
+        "scores": config.columns * config.panel,
+        "keys": config.columns * spec.d_qk,
+        "values": config.columns * spec.d_v,
+        "queries": config.rows * spec.d_qk,
+        "sums": config.rows * spec.d_v,
+        "maximum": config.rows,
+        "denominator": config.rows,
+        "transposed": 8 * spec.d_v,
+    })  # fmt: skip
+
+
+def few_rows(rows: int, spec: KernelSpec, config: TileConfig) -> Layout:
+    """Lay out the scratch of `rows_few`."""
+    return _lay_out({
+        "scores": 8 * config.few_columns,
+        "queries": 8 * spec.d_qk,
+        "keys": 8 * spec.d_qk,
+        "sums": rows * spec.d_v,
+        "maximum": rows,
+        "denominator": rows,
+        "factor": rows,
+    })  # fmt: skip
+
+
+def workspace_floats(spec: KernelSpec, config: TileConfig) -> int:
+    """Return the floats of scratch memory a thread needs."""
+    layouts = [many_rows(spec, config), *(few_rows(rows, spec, config) for rows in config.few)]
+    return max(_padded(offset + size) for layout in layouts for offset, size in layout.values())
+
+
+def _lay_out(sizes: dict[str, int]) -> Layout:
+    layout, offset = {}, 0
+    for name, size in sizes.items():
+        layout[name] = (offset, size)
+        offset += _padded(size)
+    return layout
+
+
+def _padded(size: int) -> int:
+    return -(-size // LINE_FLOATS) * LINE_FLOATS

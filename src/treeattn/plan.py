@@ -1,0 +1,333 @@
+"""From lengths, trees and page tables to work items, balanced over threads.
+
+Everything that depends on lengths is computed here once a step, on the host; `Plan.run` only launches, once a layer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import DTYPES, IntArray, View, as_kind, check_dtype, empty_like_kind, indices, view
+from .errors import DTypeError, IndexRangeError, ShapeError
+from .masks import Batch, Mask, tile_spans
+from .schedules.tiles import TileConfig
+from .storage import PageTable, Pools, Storage, check_indptr
+
+LANES = 8  # bounds are read by vectors of tokens
+BLOCK_COST = 24
+"""What a block costs beside its columns, in columns: softmax state, rescaling, addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a kernel is told to do, as flat int32 arrays; fields as in `treeattn.kernels.cpu`."""
+
+    items: IntArray
+    item_indptr: IntArray
+    seqs: IntArray
+    spans: IntArray
+    bounds: IntArray
+    nodes: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Row tiles before they are multiplied by kv heads: parallel arrays, one entry a tile."""
+
+    kind: IntArray
+    seq: IntArray
+    row_begin: IntArray
+    num_rows: IntArray
+
+
+def make_work(
+    batch: Batch, mask: Mask, table: PageTable, *, kv_heads: int, group: int, config: TileConfig, threads: int
+) -> Work:
+    """Cut rows in tiles, find the columns each visits, and deal tiles times kv heads to threads."""
+    tiles = cut_rows(batch.q_len * group, config)
+    bounds = mask.bounds(batch)
+    first, last = _token_range(batch, tiles, group)
+    low, high = _bound_range(bounds, first, last)
+    prefix_len, kv_len = batch.prefix_len[tiles.seq], batch.kv_len[tiles.seq]
+    begin, end, some, full = tile_spans(mask, low, high, prefix_len, kv_len)
+    spans = np.stack([begin[some], end[some], full[some]], axis=1).astype(np.int32)
+    span_indptr = np.concatenate([[0], np.cumsum(some.sum(axis=1))]).astype(np.int32)
+    columns = ((end - begin) * some).sum(axis=1)
+    items, item_indptr = _deal(tiles, span_indptr, _cost(tiles, columns, config), kv_heads, threads)
+    seqs = np.stack([batch.q_indptr[:-1], table.page_indptr[:-1], batch.prefix_len, batch.node_indptr[:-1]], axis=1)
+    return Work(
+        items=items,
+        item_indptr=item_indptr,
+        seqs=_contiguous(seqs),
+        spans=_contiguous(np.concatenate([spans, np.zeros((1, 3), np.int32)])),  # the walk reads one past the last
+        bounds=_contiguous(np.pad(bounds, ((0, 0), (0, LANES)))),
+        nodes=_contiguous(batch.nodes),
+    )
+
+
+def cut_rows(rows: IntArray, config: TileConfig) -> Tiles:
+    """Cut each sequence's rows in even tiles; few rows take the smallest row tile that holds them."""
+    count = -(-rows // config.rows)
+    seq = np.repeat(np.arange(len(rows), dtype=np.int32), count)
+    index = np.arange(len(seq), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count).astype(np.int32)
+    even = -(-rows // np.maximum(count, 1))
+    even = np.where(rows > config.few[-1], -(-even // config.panel) * config.panel, even)[seq]
+    row_begin = index * even
+    num_rows = np.minimum(even, rows[seq] - row_begin)
+    kind = np.searchsorted(np.asarray(config.few), num_rows)
+    real = num_rows > 0
+    return Tiles(*(_contiguous(array[real]) for array in (kind, seq, row_begin, num_rows)))
+
+
+def _token_range(batch: Batch, tiles: Tiles, group: int) -> tuple[IntArray, IntArray]:
+    begin = batch.q_indptr[tiles.seq]
+    return begin + tiles.row_begin // group, begin + (tiles.row_begin + tiles.num_rows - 1) // group
+
+
+def _bound_range(bounds: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
+    """Least and greatest bound of each tile's tokens ``first .. last``, for every leaf."""
+    if len(first) == 0:
+        empty = np.zeros((len(bounds), 0), np.int32)
+        return empty, empty
+    padded = np.pad(bounds, ((0, 0), (0, 1)))
+    edges = np.stack([first, last + 1], axis=1).ravel()
+    return np.minimum.reduceat(padded, edges, axis=1)[:, ::2], np.maximum.reduceat(padded, edges, axis=1)[:, ::2]
+
+
+def _cost(tiles: Tiles, columns: IntArray, config: TileConfig) -> NDArray[np.int64]:
+    """Estimate the time of a tile in row-columns: many rows come in panels, few are bound by reading."""
+    panels = -(-tiles.num_rows // config.panel) * config.panel
+    rows = np.where(tiles.kind < config.many, np.maximum(tiles.num_rows, LANES), panels)
+    return rows.astype(np.int64) * (columns + BLOCK_COST)
+
+
+def _deal(
+    tiles: Tiles, span_indptr: IntArray, cost: NDArray[np.int64], kv_heads: int, threads: int
+) -> tuple[IntArray, IntArray]:
+    """Give the dearest item to the least loaded thread, over and over; a thread works through its items in order."""
+    num_tiles = len(tiles.seq)
+    heads = np.repeat(np.arange(kv_heads, dtype=np.int32), num_tiles)
+    tile = np.tile(np.arange(num_tiles), kv_heads)
+    order = np.lexsort((tile, heads, tiles.seq[tile]))  # row tiles of one head share its keys: keep them together
+    tile, heads = tile[order], heads[order]
+    owner = _balance(cost[tile], threads)
+    by_thread = np.argsort(owner, kind="stable")
+    tile, heads = tile[by_thread], heads[by_thread]
+    fields = (
+        tiles.kind[tile], tiles.seq[tile], heads, tiles.row_begin[tile], tiles.num_rows[tile],
+        span_indptr[tile], span_indptr[tile + 1],
+    )  # fmt: skip
+    per_thread = np.bincount(owner, minlength=threads)
+    return _contiguous(np.stack(fields, axis=1)), _contiguous(np.concatenate([[0], np.cumsum(per_thread)]))
+
+
+def _balance(cost: NDArray[np.int64], threads: int) -> NDArray[np.intp]:
+    """Return the thread of each item."""
+    owner = np.zeros(len(cost), np.intp)
+    if threads == 1:
+        return owner
+    loads = [(0, thread) for thread in range(threads)]
+    dearest = np.argsort(-cost, kind="stable")
+    owners = []
+    for price in cost[dearest].tolist():
+        load, thread = loads[0]
+        owners.append(thread)
+        heapq.heapreplace(loads, (load + price, thread))
+    owner[dearest] = owners
+    return owner
+
+
+def _contiguous(array: Any) -> IntArray:
+    return np.ascontiguousarray(array, np.int32)
+
+
+class Plan:
+    """A step's work, ready to run once a layer. Made by `treeattn.plan`.
+
+    A plan may run from several threads at once; each keeps its own scratch memory.
+    """
+
+    def __init__(self, work: Work, launch: Launch) -> None:
+        self._work, self._launch = work, launch
+
+    @property
+    def num_items(self) -> int:
+        """Number of work items (row tiles times kv heads)."""
+        return len(self._work.items)
+
+    @property
+    def threads(self) -> int:
+        """Number of threads the items are dealt to."""
+        return self._launch.threads
+
+    def run(self, q: Any, kv: Storage | None = None, *, out: Any = None, check: bool = True) -> tuple[Any, Any]:
+        """Compute attention for one layer.
+
+        Parameters
+        ----------
+        q : Array
+            ``[q_total, q_heads, d_qk]``.
+        kv : RaggedKV or PagedKV
+            This layer's keys and values, laid out as those the plan was made for; its page table is not read again.
+            None for the ones the plan was made with.
+        out : Array, optional
+            Where to write, ``[q_total, q_heads, d_v]`` of the dtype of ``q``.
+        check : bool
+            False skips the comparison with the planned shapes, for callers who made it once.
+
+        Returns
+        -------
+        out : Array
+            ``[q_total, q_heads, d_v]``, of the kind and dtype of ``q``.
+        lse : Array
+            ``[q_total, q_heads]`` float32, the log-sum-exp of the logits in base 2; -inf for a row that saw nothing.
+
+        Raises
+        ------
+        ShapeError, DTypeError
+            An array that differs from the plan.
+        """
+        return self._launch.run(self._work, q, kv, out, check)
+
+
+@dataclass
+class Launch:
+    """A compiled kernel with the constants of a plan."""
+
+    kernel: Any
+    storage: Storage
+    q_total: int
+    q_heads: int
+    q_dtype: str
+    threads: int
+    sm_scale: float
+    workspace_floats: int
+
+    def __post_init__(self) -> None:
+        self.local = threading.local()
+        self.pools = self.storage.pools
+        self.table = self.storage.table
+
+    def run(self, work: Work, q: Any, kv: Storage | None, out: Any, check: bool) -> tuple[Any, Any]:
+        """Launch with the arrays of one layer."""
+        queries, pools = view(q, "q"), self.pools if kv is None else kv.pools
+        if check:
+            self._check(queries, pools)
+        shape = (self.q_total, self.q_heads, pools.d_v)
+        result = empty_like_kind(q, shape, self.q_dtype) if out is None else out
+        lse = empty_like_kind(q, shape[:2], "float32")
+        target = view(result, "out")
+        if out is not None:
+            self._check_out(target, result, shape)
+        if work.items.size:
+            self._call(work, queries, pools, target, view(lse, "lse"))
+        return (as_kind(result, q) if out is None else out), as_kind(lse, q)
+
+    def _call(self, work: Work, q: View, pools: Pools, out: View, lse: View) -> None:
+        workspace, row_bounds = self._workspace()
+        pointers = (q.pointer, pools.k.pointer, pools.v.pointer, out.pointer, lse.pointer)
+        self.kernel(
+            *map(_pointer, pointers), *self._static(work), _pointer(_address(workspace)), _pointer(_address(row_bounds)),
+            self.threads, self.q_heads // pools.kv_heads, self.table.page_size, work.bounds.shape[1], self.sm_scale,
+            *q.strides[:2], *out.strides[:2], lse.strides[0], *pools.k_strides, *pools.v_strides,
+        )  # fmt: skip
+
+    def _static(self, work: Work) -> Any:
+        made: Any = getattr(self, "_static_pointers", None)
+        if made is None:
+            arrays = (work.items, work.item_indptr, work.seqs, work.spans, self.table.page_ids, work.bounds, work.nodes)
+            made = self._static_pointers = tuple(_pointer(_address(array)) for array in arrays)
+        return made
+
+    def _workspace(self) -> tuple[NDArray[np.float32], IntArray]:
+        if not hasattr(self.local, "arrays"):
+            leaves, rows = self.kernel.spec.num_bounds, self.kernel.config.rows
+            floats = np.empty(self.threads * self.workspace_floats + 16, np.float32)
+            skip = -_address(floats) % 64 // 4
+            self.local.arrays = floats[skip:], np.empty(self.threads * leaves * rows, np.int32)
+        arrays: tuple[NDArray[np.float32], IntArray] = self.local.arrays
+        return arrays
+
+    def _check(self, q: View, pools: Pools) -> None:
+        wanted = (self.q_total, self.q_heads, self.pools.d_qk)
+        if q.shape != wanted:
+            raise ShapeError(f"q: expected shape [q_total, q_heads, d_qk] = {list(wanted)} as planned, got {list(q.shape)}")
+        if q.dtype != self.q_dtype:
+            raise DTypeError(f"q: expected dtype {self.q_dtype} as planned, got {q.dtype}; make a plan with dtype={q.dtype!r}")
+        if pools is self.pools:
+            return
+        for name in ("kv_heads", "d_qk", "d_v", "dtype"):
+            got, planned = getattr(pools, name), getattr(self.pools, name)
+            if got != planned:
+                raise ShapeError(f"kv: expected {name} {planned} as planned, got {got}; make a plan for this layout")
+        if pools.num_pages < self.pools.num_pages:
+            raise ShapeError(
+                f"kv: expected at least {self.pools.num_pages} pages or rows as planned, got {pools.num_pages}"
+            )
+        size, planned_size = pools.k.shape, self.pools.k.shape
+        if len(size) != len(planned_size) or size[1:] != planned_size[1:]:
+            raise ShapeError(f"kv: expected keys {list(planned_size)} as planned, got {list(size)}; make a plan for this layout")
+
+    def _check_out(self, target: View, out: Any, shape: tuple[int, ...]) -> None:
+        if target.shape != shape:
+            raise ShapeError(f"out: expected shape {list(shape)}, got {list(target.shape)}")
+        if target.dtype != self.q_dtype:
+            raise DTypeError(f"out: expected dtype {self.q_dtype} as q has, got {target.dtype}")
+        if target.owner is not out:
+            raise ShapeError("out: expected aligned memory with a contiguous last axis, got another layout; pass out=None")
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise ShapeError("out: expected writable memory, got a read-only array; pass out=None")
+
+
+def check_q_indptr(q_indptr: Any, num_seqs: int) -> IntArray:
+    """Return ``q_indptr`` as int32 ``[num_seqs + 1]``, checked."""
+    indptr = indices(q_indptr, "q_indptr")
+    if len(indptr) != num_seqs + 1:
+        raise ShapeError(f"q_indptr: expected shape [num_seqs + 1] = [{num_seqs + 1}], got [{len(indptr)}]")
+    check_indptr(indptr, int(indptr[-1]), "q_indptr", "q")
+    return indptr
+
+
+def check_heads(q_heads: Any, kv_heads: int) -> int:
+    """Return ``q_heads``, a positive multiple of ``kv_heads``."""
+    if isinstance(q_heads, bool) or not isinstance(q_heads, int | np.integer):
+        raise DTypeError(f"q_heads: expected an integer, got {type(q_heads).__name__}")
+    if q_heads < 1 or q_heads % kv_heads:
+        raise ShapeError(f"q_heads: expected a positive multiple of kv_heads ({kv_heads}), got {q_heads}")
+    return int(q_heads)
+
+
+def check_threads(threads: Any, most: int) -> int:
+    """Return the thread count: all available for None."""
+    if threads is None:
+        return most
+    if isinstance(threads, bool) or not isinstance(threads, int | np.integer):
+        raise DTypeError(f"threads: expected an integer or None, got {type(threads).__name__}")
+    if threads < 1:
+        raise IndexRangeError(f"threads: expected 1 or more, got {threads}")
+    return int(threads)
+
+
+def check_q_dtype(dtype: Any) -> str:
+    """Return the name of a q dtype given as name, NumPy or PyTorch dtype."""
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+    if isinstance(dtype, type):
+        name = np.dtype(dtype).name
+    return check_dtype(name, "dtype") if name not in DTYPES else name
+
+
+def _pointer(address: int) -> Any:
+    import ctypes
+
+    return ctypes.c_void_p(address)
+
+
+def _address(array: NDArray[Any]) -> int:
+    pointer: int = array.__array_interface__["data"][0]
+    return pointer

@@ -1,0 +1,1 @@
+"""How big: tile sizes as data, chosen from what is computed and where."""

@@ -1,0 +1,114 @@
+"""What code is generated for: facts about a machine that may change a kernel."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class TargetTraits:
+    """A CPU as a schedule sees it; part of the key of compiled kernels.
+
+    Parameters
+    ----------
+    cpu : str
+        LLVM's name of the processor; ``"host"`` for the one at hand.
+    vector : str
+        ``"avx2"``, ``"avx512"``, ``"neon"`` or ``"plain"``.
+    vector_bits, vector_registers : int
+        Size and number of its vector registers.
+    triple : str
+        LLVM's target triple; empty for the machine at hand.
+    """
+
+    cpu: str
+    vector: str
+    vector_bits: int
+    vector_registers: int
+    triple: str = ""
+
+    def fingerprint(self) -> str:
+        """Return what tells this machine's code from another's, for the key of compiled kernels."""
+        return " ".join(sorted(cpu_flags())) if self.cpu == HOST_CPU else ""
+
+    def tvm_target(self) -> dict[str, Any]:
+        """Return the target in TVM's form."""
+        target: dict[str, Any] = {"kind": "llvm", "mcpu": self.cpu}
+        if self.cpu == HOST_CPU:
+            from tvm.target import codegen
+
+            target["mcpu"] = str(codegen.llvm_get_system_cpu())
+        if self.triple:
+            target["mtriple"] = self.triple
+        return target
+
+
+VECTORS = {"avx512": (512, 32), "avx2": (256, 16), "neon": (128, 32), "plain": (128, 16)}
+
+KNOWN = {
+    "llvm-avx512": TargetTraits("skylake-avx512", "avx512", 512, 32, "x86_64-linux-gnu"),
+    "llvm-avx2": TargetTraits("haswell", "avx2", 256, 16, "x86_64-linux-gnu"),
+    "llvm-neon": TargetTraits("neoverse-n1", "neon", 128, 32, "aarch64-linux-gnu"),
+    "llvm-plain": TargetTraits("x86-64", "plain", 128, 16, "x86_64-linux-gnu"),
+}
+
+
+def resolve(target: Any) -> TargetTraits:
+    """Return the traits of ``target``: None or ``"llvm"`` for this machine, a name of `KNOWN`, or traits.
+
+    Raises
+    ------
+    UnsupportedError
+        A target no kernel is generated for.
+    """
+    if isinstance(target, TargetTraits):
+        return target
+    if target is None or target == "llvm":
+        return host()
+    if isinstance(target, str) and target in KNOWN:
+        return KNOWN[target]
+    raise UnsupportedError(f"target: expected 'llvm' or one of {', '.join(KNOWN)}, got {target!r}")
+
+
+HOST_CPU = "host"
+
+
+@lru_cache(maxsize=1)
+def host() -> TargetTraits:
+    """Return the traits of the machine at hand, without loading the compiler where the system tells them."""
+    flags = cpu_flags()
+    if {"avx512f", "avx512vl", "avx512bw"} <= flags:
+        vector = "avx512"
+    elif {"avx2", "fma", "f16c"} <= flags:
+        vector = "avx2"
+    elif flags & {"asimd", "neon"}:
+        vector = "neon"
+    else:
+        vector = "plain"
+    return TargetTraits(HOST_CPU, vector, *VECTORS[vector])
+
+
+@lru_cache(maxsize=1)
+def cpu_flags() -> frozenset[str]:
+    """Return the features of this machine's processor, by the system's names for them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        from tvm.target import codegen
+
+        return frozenset(str(name) for name, has in dict(codegen.llvm_get_cpu_features(None)).items() if has)
+    flags = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))]
+    return frozenset(flags[0] if flags else ())
+
+
+def available_threads() -> int:
+    """Return the number of processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
