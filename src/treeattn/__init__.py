@@ -35,14 +35,21 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": ("attention", "merge", "plan", "to_natural"),
-    "errors": ("CompileError", "DTypeError", "IndexRangeError", "ShapeError", "TreeAttnError", "UnsupportedError"),
+    "errors": (
+        "CompileError",
+        "DTypeError",
+        "IndexRangeError",
+        "ShapeError",
+        "TreeAttnError",
+        "UnsupportedError",
+    ),
     "masks": ("Causal", "Full", "PaddedLeft", "Sink", "Tree", "ValidLength", "Window"),
     "plan": ("Plan",),
     "storage": ("PagedKV", "RaggedKV"),
     "tree": ("TokenTree",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted([*_HOME_OF, "__version__"])
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
@@ -55,4 +62,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *globals()]
+    return [*_HOME_OF, *globals()]

@@ -80,14 +80,14 @@ def attention(
     >>> out.shape, lse.shape
     ((2, 1, 8), (2, 1))
     """
-    shape = view(q, "q").shape
-    if len(shape) != 3:
-        raise ShapeError(f"q: expected [q_total, q_heads, d_qk], got shape {shape}")
+    queries = view(q, "q")
+    if queries.ndim != 3:
+        raise ShapeError(f"q: expected [q_total, q_heads, d_qk], got shape {queries.shape}")
     _check_storage(kv)
     step = plan(
-        kv, mask, q_indptr=_default_indptr(q_indptr, shape[0], kv.num_seqs), q_heads=shape[1], dtype=view(q, "q").dtype,
-        sm_scale=sm_scale, softcap=softcap, alibi=alibi, sink_logits=sink_logits, rope=rope, threads=threads, target=target,
-        check=check,
+        kv, mask, q_indptr=_default_indptr(q_indptr, queries.shape[0], kv.num_seqs), q_heads=queries.shape[1],
+        dtype=queries.dtype, sm_scale=sm_scale, softcap=softcap, alibi=alibi, sink_logits=sink_logits, rope=rope,
+        threads=threads, target=target, check=check,
     )  # fmt: skip
     return step.run(q, kv, out=out, check=check)
 
@@ -149,7 +149,13 @@ def plan(
     compiled = kernel(spec, target)
     count = check_threads(threads, available_threads())
     work = make_work(
-        batch, mask, table, kv_heads=pools.kv_heads, group=q_heads // pools.kv_heads, config=compiled.config, threads=count
+        batch,
+        mask,
+        table,
+        kv_heads=pools.kv_heads,
+        group=q_heads // pools.kv_heads,
+        config=compiled.config,
+        threads=count,
     )
     launch = Launch(
         compiled, kv, int(batch.q_indptr[-1]), q_heads, spec.q_dtype, count, _scale(sm_scale, pools.d_qk),
@@ -185,7 +191,8 @@ def merge(*states: Any) -> tuple[Any, Any]:
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if out.shape != outs[0].shape or lse.shape != outs[0].shape[:-1]:
             raise ShapeError(
-                f"merge: expected out {outs[0].shape} and lse {outs[0].shape[:-1]} in state {i}, got {out.shape} and {lse.shape}"
+                f"merge: expected out {outs[0].shape} and lse {outs[0].shape[:-1]} in state {i}, "
+                f"got {out.shape} and {lse.shape}"
             )
     out, lse = _merge(outs, lses)
     return _like(out.astype(outs[0].dtype), states[0]), _like(lse, states[0])
@@ -196,7 +203,9 @@ def to_natural(lse: Any) -> Any:
     return lse * math.log(2.0)
 
 
-def _merge(outs: list[NDArray[Any]], lses: list[NDArray[np.float32]]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _merge(
+    outs: list[NDArray[Any]], lses: list[NDArray[np.float32]]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     stacked = np.stack(lses)
     highest = stacked.max(axis=0)
     weights = np.exp2(stacked - np.where(np.isneginf(highest), np.float32(0), highest))

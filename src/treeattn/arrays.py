@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -66,14 +67,17 @@ def view(array: Any, name: str) -> View:
 
 
 def to_numpy(array: Any, name: str) -> NDArray[Any]:
-    """Return ``array`` as NumPy sees it, without a copy where it lies on the CPU; bfloat16 is ``ml_dtypes.bfloat16``."""
+    """Return ``array`` as NumPy sees it, without a copy; bfloat16 is ``ml_dtypes.bfloat16``."""
     if isinstance(array, np.ndarray):
         return array
     if _is_torch(array):
         return _torch_to_numpy(array, name)
     if hasattr(array, "__dlpack__"):
         return _import_dlpack(array, name)
-    return np.asarray(array)
+    try:
+        return np.asarray(array)
+    except (ValueError, TypeError) as error:
+        raise ShapeError(f"{name}: cannot make an array of it ({error}); pass a flat list or a NumPy array") from None
 
 
 def empty_like_kind(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -96,8 +100,14 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     if dtype == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
     return np.dtype(dtype)
+
+
+@lru_cache(maxsize=64)
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    return str(dtype.name)  # computed anew by NumPy at every access, slowly
 
 
 def check_dtype(dtype: str, name: str) -> str:
@@ -131,7 +141,9 @@ def indices(values: Any, name: str, shape: tuple[int, ...] | None = None) -> Int
             raise DTypeError(f"{name}: expected integers, got dtype {array.dtype}; pass an integer array")
         array = array.astype(np.int32)
     if shape is not None and array.shape != shape:
-        raise ShapeError(f"{name}: expected shape {shape}, got {array.shape}")
+        raise ShapeError(
+            f"{name}: expected shape {list(shape)}, got {list(array.shape)}; it needs one entry per sequence"
+        )
     if array.dtype != np.int32 and array.size and (int(array.max()) > INT32_MAX or int(array.min()) < -INT32_MAX):
         at = int(np.argmax((array > INT32_MAX) | (array < -INT32_MAX)))
         raise IndexRangeError(f"{name}: expected values that int32 holds, got {array[at]} at index {at}")
@@ -143,22 +155,24 @@ def _view_numpy(array: NDArray[Any], name: str) -> View:
     if not dtype.isnative:
         array = array.astype(dtype.newbyteorder("="))
         dtype = array.dtype
-    label = check_dtype(dtype.name, name)
+    label = check_dtype(_dtype_name(dtype), name)
     itemsize = dtype.itemsize
     strides = array.strides
     readable = array.flags.aligned and (not strides or strides[-1] == itemsize or array.shape[-1] <= 1)
-    if not readable or any(stride % itemsize for stride in strides):
+    if not readable or any([stride % itemsize for stride in strides]):
         array = np.array(array, order="C")
         strides = array.strides
-    steps = tuple(stride // itemsize for stride in strides)
+    steps = tuple([stride // itemsize for stride in strides])
     return View(array.__array_interface__["data"][0], array.shape, steps, label, array)
 
 
 def _view_torch(tensor: Any, name: str) -> View:
     label = check_dtype(str(tensor.dtype).rpartition(".")[2], name)
     _require_cpu(tensor, name)
-    if tensor.shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        tensor = tensor.contiguous()
+    if str(tensor.layout) != "torch.strided":
+        raise UnsupportedError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
+    if (tensor.shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1) or tensor.data_ptr() % tensor.element_size():
+        tensor = tensor.clone(memory_format=sys.modules["torch"].contiguous_format)
     return View(tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), label, tensor)
 
 
@@ -176,7 +190,7 @@ def _import_dlpack(array: Any, name: str) -> NDArray[Any]:
     device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
     if int(device[0]) != 1:
         raise UnsupportedError(
-            f"{name}: expected memory on the CPU, got DLPack device {tuple(map(int, device))}; copy it to the host first"
+            f"{name}: expected memory on the CPU, got DLPack device {tuple(map(int, device))}; copy it to the host"
         )
     try:
         return np.from_dlpack(array)

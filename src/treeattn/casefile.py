@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from .arrays import IntArray, check_dtype, indices, numpy_dtype
 from .errors import TreeAttnError
-from .masks import Causal, Full, Mask, Sink, Tree, Window
+from .masks import Batch, Causal, Full, Mask, Sink, Tree, Window
 from .storage import PagedKV, RaggedKV, check_indptr
 from .tree import TokenTree
 
@@ -93,14 +93,17 @@ def load_case(path: str | os.PathLike[str]) -> Case:
     q = fields.array("q", 3)
     q_indptr = indices(fields["q_indptr"], "q_indptr")
     check_indptr(q_indptr, len(q), "q_indptr", "q")
+    kv, mask = _storage(fields), _mask(fields)
+    _check_sizes(q, q_indptr, kv, mask)
+    expected = q.shape[:2]
     return Case(
         q=q,
         q_indptr=q_indptr,
-        kv=_storage(fields),
-        mask=_mask(fields),
+        kv=kv,
+        mask=mask,
         sm_scale=fields.number("sm_scale"),
-        expected_out=fields.get("expected_out"),
-        expected_lse=fields.get("expected_lse"),
+        expected_out=fields.shaped("expected_out", (*expected, kv.pools.d_v)),
+        expected_lse=fields.shaped("expected_lse", expected),
         ignored=tuple(sorted(set(arrays) - KEYS)),
     )
 
@@ -109,9 +112,7 @@ def save_output(path: str | os.PathLike[str], out: NDArray[Any], lse: NDArray[An
     """Write ``out`` and ``lse`` so that the file is either whole or as it was before."""
     path = Path(path)
     if path.suffix == ".safetensors":
-        data: bytes = _safetensors("numpy").save(
-            {"out": np.ascontiguousarray(out), "lse": np.ascontiguousarray(lse)}
-        )
+        data: bytes = _safetensors("numpy").save({"out": np.ascontiguousarray(out), "lse": np.ascontiguousarray(lse)})
     elif path.suffix == ".npz":
         buffer = io.BytesIO()
         if out.dtype.name == "bfloat16":
@@ -132,9 +133,7 @@ class _Fields(Mapping[str, NDArray[Any]]):
 
     def __getitem__(self, key: str) -> NDArray[Any]:
         if key not in self._arrays:
-            raise CaseFileError(
-                f"{key}: expected in the case file, which has {', '.join(sorted(self)) or 'no arrays'}"
-            )
+            raise CaseFileError(f"{key}: expected in the case file, which has {', '.join(sorted(self)) or 'no arrays'}")
         return self._arrays[key]
 
     def __contains__(self, key: object) -> bool:
@@ -155,14 +154,18 @@ class _Fields(Mapping[str, NDArray[Any]]):
             raise CaseFileError(f"{key}: expected {ndim} dimensions, got shape {array.shape}")
         return array
 
+    def shaped(self, key: str, shape: tuple[int, ...]) -> NDArray[Any] | None:
+        array: NDArray[Any] | None = self.get(key)
+        if array is not None and array.shape != shape:
+            raise CaseFileError(f"{key}: expected shape {shape}, got {array.shape}")
+        return array
+
     def number(self, key: str) -> float | None:
         if key not in self:
             return None
         value = self[key]
         if value.size != 1 or value.dtype.kind not in "biuf" or not np.isfinite(value).all():
-            raise CaseFileError(
-                f"{key}: expected one finite number, got {value.dtype} of shape {value.shape}"
-            )
+            raise CaseFileError(f"{key}: expected one finite number, got {value.dtype} of shape {value.shape}")
         return float(value.reshape(()))
 
     def integer(self, key: str) -> int | None:
@@ -185,6 +188,17 @@ def _storage(fields: _Fields) -> RaggedKV | PagedKV:
     return kv
 
 
+def _check_sizes(q: NDArray[Any], q_indptr: IntArray, kv: RaggedKV | PagedKV, mask: Mask) -> None:
+    if len(q_indptr) != kv.num_seqs + 1:
+        raise CaseFileError(
+            f"q_indptr: expected [{kv.num_seqs + 1}] for {kv.num_seqs} sequences, got [{len(q_indptr)}]"
+        )
+    if q.shape[1] % kv.kv_heads or q.shape[1] == 0 or q.shape[2] != kv.pools.d_qk:
+        wanted = f"a multiple of {kv.kv_heads} heads of {kv.pools.d_qk}"
+        raise CaseFileError(f"q: expected {wanted}, got shape {q.shape}")
+    mask.check(Batch(q_indptr, kv.kv_len, mask.trees))
+
+
 def _mask(fields: _Fields) -> Mask:
     mask: Mask = Causal() if fields.integer("causal") else Full()
     if "tree_parents" in fields or "tree_indptr" in fields:
@@ -193,9 +207,7 @@ def _mask(fields: _Fields) -> Mask:
     if window is not None:
         return mask & (Window(window) if sink is None else Window(window) | Sink(sink))
     if sink:
-        raise CaseFileError(
-            f"sink: expected a window beside it, got sink {sink} alone; add window, or leave sink out"
-        )
+        raise CaseFileError(f"sink: expected a window beside it, got sink {sink} alone; add window, or leave sink out")
     return mask
 
 
@@ -269,9 +281,7 @@ def _check_header(stream: IO[bytes], member: zipfile.ZipInfo) -> None:
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(stream)
     if dtype.hasobject:
-        raise CaseFileError(
-            f"{member.filename}: expected numbers, got pickled objects, which are never loaded"
-        )
+        raise CaseFileError(f"{member.filename}: expected numbers, got pickled objects, which are never loaded")
     size = stream.tell() + _num_bytes(shape, dtype)
     if len(shape) > MAX_NDIM or size != member.file_size:
         raise ValueError(f"{member.filename} claims shape {shape} {dtype} in {member.file_size} bytes")
@@ -287,9 +297,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
 def _check_memory(path: Path, size: int) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**63
     if size > memory:
-        raise CaseFileError(
-            f"{path}: expected arrays that fit this machine's {memory >> 20} MiB, got {size >> 20} MiB"
-        )
+        raise CaseFileError(f"{path}: expected arrays that fit this machine's {memory >> 20} MiB, got {size >> 20} MiB")
 
 
 def _read_safetensors(path: Path) -> Arrays:
@@ -304,9 +312,7 @@ def _read_safetensors(path: Path) -> Arrays:
     dtypes |= {f"{kind}{bits}": f"{kind.lower()}{bits // 8}" for kind in "IU" for bits in (8, 16, 32, 64)}
     with _decoding(path):
         data = path.read_bytes()
-        tensors = [
-            (name, tensor) for name, tensor in decode(data) if tensor["dtype"] in dtypes or name in KEYS
-        ]
+        tensors = [(name, tensor) for name, tensor in decode(data) if tensor["dtype"] in dtypes or name in KEYS]
         return {
             name: np.frombuffer(tensor["data"], dtypes[tensor["dtype"]]).reshape(tensor["shape"])
             for name, tensor in tensors

@@ -56,9 +56,7 @@ def load_tree(source: str | Path | Sequence[Any] | Mapping[str, Any]) -> dict[st
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ShapeError(
-            f"{path}: expected JSON, got {error}; see load_tree for the forms of a tree"
-        ) from None
+        raise ShapeError(f"{path}: expected JSON, got {error}; see load_tree for the forms of a tree") from None
     return dict(_named_trees(content, path.stem, str(path)))
 
 
@@ -77,8 +75,7 @@ def _read_tree(entry: Any, where: str) -> TokenTree:
         entry = {"parents": entry}
     if not isinstance(entry, Mapping):
         raise DTypeError(
-            f"{where}: expected a list of parents or an object, got {entry!r:.60}; "
-            'write {"parents": [-1, 0, 0]}'
+            f'{where}: expected a list of parents or an object, got {entry!r:.60}; write {{"parents": [-1, 0, 0]}}'
         )
     forms = [form for form in READERS if form in entry]
     if len(forms) != 1:
@@ -116,8 +113,7 @@ def draw_png(tree: TokenTree, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UnsupportedError(
-            "draw_png: expected matplotlib, which is not installed; "
-            'pip install "treeattn[plot]", or use tree.render()'
+            'draw_png: expected matplotlib, which is not installed; pip install "treeattn[plot]", or use tree.render()'
         ) from None
     if tree.num_nodes > MAX_DRAWN:
         raise UnsupportedError(

@@ -88,7 +88,8 @@ class Batch:
         """Position of each query token: by depth in a tree, by index otherwise."""
         if self.trees is None:
             return self.per_row(self.kv_len - self.q_len) + self.row
-        return self.per_row(self.prefix_len) + self.nodes[self.node_of_row, 2]
+        depth: IntArray = self.nodes[self.node_of_row, 2]
+        return self.per_row(self.prefix_len) + depth
 
     def per_row(self, values: IntArray) -> IntArray:
         """Repeat a value per sequence for each of its query tokens."""
@@ -108,7 +109,9 @@ class Mask:
         """Iterate over the leaves, left to right: the order of bounds."""
         raise NotImplementedError
 
-    def fold(self, leaf: Callable[[Leaf], Any], both: Callable[[Any, Any], Any], either: Callable[[Any, Any], Any]) -> Any:
+    def fold(
+        self, leaf: Callable[[Leaf], Any], both: Callable[[Any, Any], Any], either: Callable[[Any, Any], Any]
+    ) -> Any:
         """Evaluate the expression with ``leaf`` at its leaves, ``both`` at ``&`` and ``either`` at ``|``."""
         raise NotImplementedError
 
@@ -138,7 +141,9 @@ class Mask:
 
     def bounds(self, batch: Batch) -> IntArray:
         """Bounds of every row for every leaf, int32 ``[num_leaves, q_total]``."""
-        return np.stack([np.broadcast_to(leaf.bound(batch), batch.row.shape) for leaf in self.leaves()]).astype(np.int32)
+        return np.stack([np.broadcast_to(leaf.bound(batch), batch.row.shape) for leaf in self.leaves()]).astype(
+            np.int32
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +157,9 @@ class And(Mask):
         yield from self.left.leaves()
         yield from self.right.leaves()
 
-    def fold(self, leaf: Callable[[Leaf], Any], both: Callable[[Any, Any], Any], either: Callable[[Any, Any], Any]) -> Any:
+    def fold(
+        self, leaf: Callable[[Leaf], Any], both: Callable[[Any, Any], Any], either: Callable[[Any, Any], Any]
+    ) -> Any:
         return both(self.left.fold(leaf, both, either), self.right.fold(leaf, both, either))
 
 
@@ -167,7 +174,9 @@ class Or(Mask):
         yield from self.left.leaves()
         yield from self.right.leaves()
 
-    def fold(self, leaf: Callable[[Leaf], Any], both: Callable[[Any, Any], Any], either: Callable[[Any, Any], Any]) -> Any:
+    def fold(
+        self, leaf: Callable[[Leaf], Any], both: Callable[[Any, Any], Any], either: Callable[[Any, Any], Any]
+    ) -> Any:
         return either(self.left.fold(leaf, both, either), self.right.fold(leaf, both, either))
 
 
@@ -179,7 +188,9 @@ class Leaf(Mask):
     def leaves(self) -> Iterator[Leaf]:
         yield self
 
-    def fold(self, leaf: Callable[[Leaf], Any], both: Callable[[Any, Any], Any], either: Callable[[Any, Any], Any]) -> Any:
+    def fold(
+        self, leaf: Callable[[Leaf], Any], both: Callable[[Any, Any], Any], either: Callable[[Any, Any], Any]
+    ) -> Any:
         return leaf(self)
 
     def check(self, batch: Batch) -> None:
@@ -221,8 +232,8 @@ class Tree(Leaf):
     Parameters
     ----------
     trees_of : sequence of TokenTree
-        One tree per sequence. Its nodes are the last ``num_nodes`` columns; the query rows are its last ``q_len`` nodes,
-        so a tree may span rounds that are in the cache already.
+        One tree per sequence. Its nodes are the last ``num_nodes`` columns; the query rows are its last ``q_len``
+        nodes, so a tree may span rounds that are in the cache already.
     """
 
     trees_of: Any
@@ -242,10 +253,18 @@ class Tree(Leaf):
         _check_count(len(self.trees_of), batch, "trees")
         nodes = np.diff(batch.node_indptr)
         _check_each(batch.q_len <= nodes, "trees", "at least q_len nodes", nodes, "q_len", batch.q_len)
-        _check_each(nodes <= batch.kv_len, "trees", "at most kv_len nodes (the tree's own keys are in the cache)", nodes, "kv_len", batch.kv_len)
+        _check_each(
+            nodes <= batch.kv_len,
+            "trees",
+            "at most kv_len nodes (the tree's own keys are in the cache)",
+            nodes,
+            "kv_len",
+            batch.kv_len,
+        )
 
     def bound(self, batch: Batch) -> IntArray:
-        return batch.nodes[batch.node_of_row, 0]
+        enter: IntArray = batch.nodes[batch.node_of_row, 0]
+        return enter
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,7 +309,7 @@ class Window(Leaf):
         object.__setattr__(self, "size", _check_size(self.size, "Window", 1))
 
     def bound(self, batch: Batch) -> IntArray:
-        return batch.position - np.int32(self.size - 1)
+        return np.maximum(batch.position.astype(np.int64) - (self.size - 1), -INT32_MAX)
 
 
 @dataclass(frozen=True, eq=False)
@@ -391,7 +410,9 @@ SPANS: dict[str, Callable[[IntArray, IntArray, IntArray, IntArray], tuple[Span, 
 
 def _as_mask(value: Any) -> Mask:
     if not isinstance(value, Mask):
-        raise DTypeError(f"mask: expected a Mask beside & or |, got {type(value).__name__}; masks are Full, Causal, Tree, ...")
+        raise DTypeError(
+            f"mask: expected a Mask beside & or |, got {type(value).__name__}; masks are Full, Causal, Tree, ..."
+        )
     return value
 
 
@@ -410,13 +431,15 @@ def _check_count(count: int, batch: Batch, name: str) -> None:
 
 
 def _check_lengths(lengths: Any, batch: Batch, name: str) -> None:
-    array = indices(lengths, "lengths")
+    array = indices(lengths, f"{name} lengths")
     _check_count(len(array), batch, f"{name} lengths")
     limit = np.maximum(batch.kv_len, batch.q_len)
     _check_each((array >= 0) & (array <= limit), f"{name} lengths", "0 to max(q_len, kv_len)", array, "limit", limit)
 
 
-def _check_each(fine: BoolArray, name: str, wanted: str, got: IntArray, limit_name: str, limit: Sequence[int] | IntArray) -> None:
+def _check_each(
+    fine: BoolArray, name: str, wanted: str, got: IntArray, limit_name: str, limit: Sequence[int] | IntArray
+) -> None:
     if not fine.all():
         seq = int(np.argmin(fine))
         raise ShapeError(f"{name}: expected {wanted}, got {got[seq]} for sequence {seq} with {limit_name} {limit[seq]}")

@@ -116,7 +116,7 @@ def _deal(
     tile = np.tile(np.arange(num_tiles), kv_heads)
     order = np.lexsort((tile, heads, tiles.seq[tile]))  # row tiles of one head share its keys: keep them together
     tile, heads = tile[order], heads[order]
-    owner = _balance(cost[tile], threads)
+    owner = _balance(cost[tile], heads, kv_heads, threads)
     by_thread = np.argsort(owner, kind="stable")
     tile, heads = tile[by_thread], heads[by_thread]
     fields = (
@@ -127,19 +127,19 @@ def _deal(
     return _contiguous(np.stack(fields, axis=1)), _contiguous(np.concatenate([[0], np.cumsum(per_thread)]))
 
 
-def _balance(cost: NDArray[np.int64], threads: int) -> NDArray[np.intp]:
-    """Return the thread of each item."""
-    owner = np.zeros(len(cost), np.intp)
-    if threads == 1:
-        return owner
+def _balance(cost: NDArray[np.int64], head: IntArray, kv_heads: int, threads: int) -> NDArray[np.intp]:
+    """Return the thread of each item.
+
+    A tile costs the same for every head: as many heads as can be shared out evenly are, and only the rest is dealt.
+    """
+    each = kv_heads // threads
+    owner = head.astype(np.intp) // max(each, 1)
+    dealt = np.flatnonzero(head >= each * threads)
     loads = [(0, thread) for thread in range(threads)]
-    dearest = np.argsort(-cost, kind="stable")
-    owners = []
-    for price in cost[dearest].tolist():
+    for item in dealt[np.argsort(-cost[dealt], kind="stable")].tolist():
         load, thread = loads[0]
-        owners.append(thread)
-        heapq.heapreplace(loads, (load + price, thread))
-    owner[dearest] = owners
+        owner[item] = thread
+        heapq.heapreplace(loads, (load + int(cost[item]), thread))
     return owner
 
 
@@ -230,10 +230,9 @@ class Launch:
         return (as_kind(result, q) if out is None else out), as_kind(lse, q)
 
     def _call(self, work: Work, q: View, pools: Pools, out: View, lse: View) -> None:
-        workspace, row_bounds = self._workspace()
         pointers = (q.pointer, pools.k.pointer, pools.v.pointer, out.pointer, lse.pointer)
         self.kernel(
-            *map(_pointer, pointers), *self._static(work), _pointer(_address(workspace)), _pointer(_address(row_bounds)),
+            *map(_pointer, pointers), *self._static(work), *(_pointer(_address(array)) for array in self._workspace()),
             self.threads, self.q_heads // pools.kv_heads, self.table.page_size, work.bounds.shape[1], self.sm_scale,
             *q.strides[:2], *out.strides[:2], lse.strides[0], *pools.k_strides, *pools.v_strides,
         )  # fmt: skip
@@ -241,7 +240,15 @@ class Launch:
     def _static(self, work: Work) -> Any:
         made: Any = getattr(self, "_static_pointers", None)
         if made is None:
-            arrays = (work.items, work.item_indptr, work.seqs, work.spans, self.table.page_ids, work.bounds, work.nodes)
+            arrays = (
+                work.items,
+                work.item_indptr,
+                work.seqs,
+                work.spans,
+                self.table.page_ids,
+                work.bounds,
+                work.nodes,
+            )
             made = self._static_pointers = tuple(_pointer(_address(array)) for array in arrays)
         return made
 
@@ -257,9 +264,13 @@ class Launch:
     def _check(self, q: View, pools: Pools) -> None:
         wanted = (self.q_total, self.q_heads, self.pools.d_qk)
         if q.shape != wanted:
-            raise ShapeError(f"q: expected shape [q_total, q_heads, d_qk] = {list(wanted)} as planned, got {list(q.shape)}")
+            raise ShapeError(
+                f"q: expected shape [q_total, q_heads, d_qk] = {list(wanted)} as planned, got {list(q.shape)}"
+            )
         if q.dtype != self.q_dtype:
-            raise DTypeError(f"q: expected dtype {self.q_dtype} as planned, got {q.dtype}; make a plan with dtype={q.dtype!r}")
+            raise DTypeError(
+                f"q: expected dtype {self.q_dtype} as planned, got {q.dtype}; make a plan with dtype={q.dtype!r}"
+            )
         if pools is self.pools:
             return
         for name in ("kv_heads", "d_qk", "d_v", "dtype"):
@@ -272,7 +283,9 @@ class Launch:
             )
         size, planned_size = pools.k.shape, self.pools.k.shape
         if len(size) != len(planned_size) or size[1:] != planned_size[1:]:
-            raise ShapeError(f"kv: expected keys {list(planned_size)} as planned, got {list(size)}; make a plan for this layout")
+            raise ShapeError(
+                f"kv: expected keys {list(planned_size)} as planned, got {list(size)}; make a plan for this layout"
+            )
 
     def _check_out(self, target: View, out: Any, shape: tuple[int, ...]) -> None:
         if target.shape != shape:
@@ -280,7 +293,9 @@ class Launch:
         if target.dtype != self.q_dtype:
             raise DTypeError(f"out: expected dtype {self.q_dtype} as q has, got {target.dtype}")
         if target.owner is not out:
-            raise ShapeError("out: expected aligned memory with a contiguous last axis, got another layout; pass out=None")
+            raise ShapeError(
+                "out: expected aligned memory with a contiguous last axis, got another layout; pass out=None"
+            )
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ShapeError("out: expected writable memory, got a read-only array; pass out=None")
 

@@ -1,7 +1,7 @@
 """Where key and value of (sequence, position, kv head) lie.
 
 A storage is data: arrays and a page table, checked by `validate`. Kernels see every storage the same way, as two
-pools with strides and a page table (`Pools` and `PageTable`): ragged memory is a page table of one endless page per sequence.
+pools with strides and a page table (`Pools` and `PageTable`): ragged memory is one endless page per sequence.
 
 ==================  ==================  =================  =======================
 here                FlashInfer          vLLM               TVM
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import INT32_MAX, IntArray, View, check_dtype, indices, to_numpy, view
+from .arrays import INT32_MAX, IntArray, View, indices, view
 from .errors import DTypeError, IndexRangeError, ShapeError
 
 ENDLESS_PAGE = INT32_MAX
@@ -28,7 +28,10 @@ ENDLESS_PAGE = INT32_MAX
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """Positions to slots: position ``p`` of sequence ``b`` is slot ``p % page_size`` of page ``page_ids[page_indptr[b] + p // page_size]``."""
+    """Positions to slots.
+
+    Position ``p`` of sequence ``b`` is slot ``p % page_size`` of page ``page_ids[page_indptr[b] + p // page_size]``.
+    """
 
     page_indptr: IntArray
     page_ids: IntArray
@@ -105,8 +108,7 @@ class RaggedKV(Storage):
     def table(self) -> PageTable:  # type: ignore[override]
         """The page table kernels walk: one endless page per sequence."""
         indptr = indices(self.kv_indptr, "kv_indptr")
-        if len(indptr) == 0:
-            raise ShapeError("kv_indptr: expected [num_seqs + 1] integers starting at 0, got none; pass [0] for no sequence")
+        check_indptr(indptr, self.pools.num_pages, "kv_indptr", "k")
         pages = np.arange(len(indptr), dtype=np.int32)
         return PageTable(pages, indptr[:-1], ENDLESS_PAGE, np.diff(indptr))
 
@@ -126,8 +128,8 @@ class RaggedKV(Storage):
         return _pools(k, v, *strides, num_pages=k.shape[0], kv_heads=k.shape[1])
 
     def validate(self) -> None:
-        """Check ``kv_indptr`` against the arrays."""
-        check_indptr(indices(self.kv_indptr, "kv_indptr"), self.pools.num_pages, "kv_indptr", "k")
+        """Nothing is left to check: ``kv_indptr`` was, when the page table was made."""
+        _ = self.table
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +158,7 @@ class PagedKV(Storage):
     def table(self) -> PageTable:  # type: ignore[override]
         """The page table kernels walk."""
         indptr = indices(self.page_indptr, "page_indptr")
-        if len(indptr) == 0:
-            raise ShapeError("page_indptr: expected [num_seqs + 1] integers starting at 0, got none; pass [0] for no sequence")
+        check_indptr(indptr, len(indices(self.page_ids, "page_ids")), "page_indptr", "page_ids")
         last = indices(self.last_page_len, "last_page_len", (len(indptr) - 1,))
         page_size = self._pages.shape[3]
         num_pages = np.diff(indptr).astype(np.int64)
@@ -192,7 +193,6 @@ class PagedKV(Storage):
     def validate(self) -> None:
         """Check the page table: indptr, page ids in used slots, lengths of last pages."""
         table, num_pages = self.table, self.pools.num_pages
-        check_indptr(table.page_indptr, len(table.page_ids), "page_indptr", "page_ids")
         _check_page_ids(table, num_pages)
         _check_last_page_len(table, indices(self.last_page_len, "last_page_len"))
 
@@ -201,13 +201,17 @@ def check_indptr(indptr: IntArray, total: int, name: str, of: str) -> None:
     """Check that ``indptr`` starts at 0, never falls and ends at ``total``, the length of ``of``."""
     if len(indptr) == 0 or indptr[0] != 0:
         got = indptr[0] if len(indptr) else "an empty array"
-        raise IndexRangeError(f"{name}: expected 0 at index 0, got {got}")
+        raise IndexRangeError(f"{name}: expected [num_seqs + 1] integers with 0 at index 0, got {got}")
     fall = indptr[1:] < indptr[:-1]
     if fall.any():
         at = int(fall.argmax())
-        raise IndexRangeError(f"{name}: expected values that never fall, got {indptr[at + 1]} after {indptr[at]} at index {at + 1}")
+        raise IndexRangeError(
+            f"{name}: expected values that never fall, got {indptr[at + 1]} after {indptr[at]} at index {at + 1}"
+        )
     if indptr[-1] != total:
-        raise IndexRangeError(f"{name}: expected to end at {total} (= the length of {of}), got {indptr[-1]} at index {len(indptr) - 1}")
+        raise IndexRangeError(
+            f"{name}: expected to end at {total} (= the length of {of}), got {indptr[-1]} at index {len(indptr) - 1}"
+        )
 
 
 def _check_page_ids(table: PageTable, num_pages: int) -> None:
@@ -232,7 +236,13 @@ def _check_last_page_len(table: PageTable, last: IntArray) -> None:
 
 
 def _pools(
-    k: View, v: View, k_strides: tuple[int, int, int], v_strides: tuple[int, int, int], *, num_pages: int, kv_heads: int
+    k: View,
+    v: View,
+    k_strides: tuple[int, int, int],
+    v_strides: tuple[int, int, int],
+    *,
+    num_pages: int,
+    kv_heads: int,
 ) -> Pools:
     if kv_heads < 1 or k.shape[-1] < 1 or v.shape[-1] < 1:
         raise ShapeError(f"k, v: expected at least one kv head and d >= 1, got shapes {k.shape} and {v.shape}")

@@ -79,9 +79,7 @@ class TokenTree:
                 for label in path:
                     node = nodes.setdefault((node, label), len(nodes))
             except TypeError as error:
-                raise DTypeError(
-                    _wrong(f"paths[{number}]", "hashable tokens", error, "pass it flat")
-                ) from None
+                raise DTypeError(_wrong(f"paths[{number}]", "hashable tokens", error, "pass it flat")) from None
         return cls([parent for parent, _ in nodes], [label for _, label in nodes])
 
     @classmethod
@@ -272,9 +270,7 @@ def _check_parents(parents: ArrayLike) -> NDArray[np.int32]:
     if n and (array.min() < -1 or array.max() >= n):
         node = ((array < -1) | (array >= n)).argmax()
         got = f"{array[node]} at node {node}"
-        raise IndexRangeError(
-            _wrong("parents", f"int in [-1, {n})", got, "count from each tree's first node")
-        )
+        raise IndexRangeError(_wrong("parents", f"int in [-1, {n})", got, "count from each tree's first node"))
     return _frozen(np.array(array, np.int32))
 
 

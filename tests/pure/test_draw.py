@@ -163,9 +163,7 @@ def test_a_rename_that_fails_leaves_nothing_behind(tmp_path):
 
 def test_too_many_nodes(tmp_path):
     pytest.importorskip("matplotlib")
-    with pytest.raises(
-        UnsupportedError, match=r"^draw_png: expected at most 4096 nodes, got 4097; draw a part"
-    ):
+    with pytest.raises(UnsupportedError, match=r"^draw_png: expected at most 4096 nodes, got 4097; draw a part"):
         draw_png(TokenTree.star(4097), tmp_path / "tree.png")
     assert not list(tmp_path.iterdir())
 

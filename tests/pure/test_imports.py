@@ -35,8 +35,12 @@ MAY_IMPORT_TVM = ("kernels", "schedules", "compile", "backends", "tvm_compat")
 REFERENCE_MAY_IMPORT = {"reference", "arrays", "errors", "masks", "storage", "tree", "rope", "logits"}
 
 
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = python(code)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -46,13 +50,13 @@ def modules() -> list[Path]:
 
 
 def part_of(path: Path) -> str:
-    """First part of a module's name below the package: ``masks``, ``kernels``; empty for the package itself."""
+    """First part of a module's name below the package: ``masks``, ``kernels``; empty for itself."""
     first = path.relative_to(PACKAGE).parts[0]
     return "" if first == "__init__.py" else first.removesuffix(".py")
 
 
 def imports(path: Path, at_load_only: bool) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of each module that ``path`` imports (of ``from x import y``: x, or x.y if a module)."""
+    """Line and absolute name of what ``path`` imports (of ``from x import y``: x.y)."""
     tree = ast.parse(path.read_text())
     package = ["treeattn", *path.relative_to(PACKAGE).parts[:-1]]
     for node in loaded(tree) if at_load_only else ast.walk(tree):
@@ -90,7 +94,7 @@ def test_import_loads_nothing_heavy():
 
 def test_command_line_help_loads_nothing_heavy():
     code = "import sys; from treeattn.cli import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = python(code)
     assert not {name.partition(".")[0] for name in done.stderr.split()} & {*HEAVY, "numpy"}
     assert "bench" in done.stdout
 
@@ -150,6 +154,7 @@ import numpy as np
 import treeattn.reference, treeattn.masks, treeattn.storage, treeattn.casefile, treeattn.cli
 from treeattn.testing import assert_within_budget, make_case
 case = make_case(np.random.default_rng(0))
-assert_within_budget(*treeattn.reference.low_precision(case.q, case.kv, case.mask, q_indptr=case.q_indptr), case)
+out, lse = treeattn.reference.low_precision(case.q, case.kv, case.mask, q_indptr=case.q_indptr)
+assert_within_budget(out, lse, case)
 """
     )

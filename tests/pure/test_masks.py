@@ -69,8 +69,7 @@ def check_spans(mask: Mask, lengths: tuple[tuple[int, int], ...], tile: int) -> 
         return
     seqs = np.array([seq for seq, _ in tiles])
     rows = [
-        slice(batch.q_indptr[seq] + row, batch.q_indptr[seq] + min(row + tile, lengths[seq][0]))
-        for seq, row in tiles
+        slice(batch.q_indptr[seq] + row, batch.q_indptr[seq] + min(row + tile, lengths[seq][0])) for seq, row in tiles
     ]
     low = np.stack([bounds[:, own].min(axis=1) for own in rows], axis=1)
     high = np.stack([bounds[:, own].max(axis=1) for own in rows], axis=1)
@@ -108,9 +107,7 @@ def test_bounds_and_spans_agree_on_any_batch(data: st.DataObject, kind: str, see
     check_spans(mask, lengths, tile)
 
 
-def spans_of_one_tile(
-    mask: Mask, q_len: int, kv_len: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def spans_of_one_tile(mask: Mask, q_len: int, kv_len: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Columns to test and columns known full, as merged-by-kind lists of ``(begin, end)``."""
     batch = batch_of(((q_len, kv_len),), mask)
     bounds = mask.bounds(batch)

@@ -66,9 +66,7 @@ def test_paged_lengths_and_table() -> None:
     assert (kv.pools.num_pages, kv.pools.d_qk, kv.pools.d_v) == (6, 8, 8)
 
 
-@pytest.mark.parametrize(
-    "kv", [ragged(np.zeros((0, 1, 1), np.float16), np.zeros((0, 1, 1), np.float16), [0])]
-)
+@pytest.mark.parametrize("kv", [ragged(np.zeros((0, 1, 1), np.float16), np.zeros((0, 1, 1), np.float16), [0])])
 def test_no_sequence(kv: Storage) -> None:
     kv.validate()
     assert kv.num_seqs == 0
@@ -244,18 +242,14 @@ def test_validation_says_what_is_wrong(kv: Storage, error: type[Exception], text
 
 
 def test_a_table_without_indptr_says_so() -> None:
-    with pytest.raises(
-        ShapeError, match=r"kv_indptr: expected \[num_seqs \+ 1\] integers starting at 0, got none"
-    ):
+    with pytest.raises(ShapeError, match=r"kv_indptr: expected \[num_seqs \+ 1\] integers starting at 0, got none"):
         _ = ragged(kv_indptr=()).table
 
 
 def test_a_sequence_longer_than_int32_is_refused() -> None:
     pages = np.broadcast_to(np.zeros((), np.float32), (1, 2, 1, 2**20, 1))
     kv = PagedKV(pages, [0, 4096], np.zeros(4096, np.int32), [1])
-    with pytest.raises(
-        IndexRangeError, match="page_indptr: a sequence of 4293918721 keys; at most 2147483647"
-    ):
+    with pytest.raises(IndexRangeError, match="page_indptr: a sequence of 4293918721 keys; at most 2147483647"):
         kv.validate()
 
 

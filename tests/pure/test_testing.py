@@ -116,9 +116,7 @@ def test_logits_reach_the_scale(dtype: str, logit_scale: float) -> None:
     logits = []
     for seq in range(case.num_seqs):
         q = case.q[case.q_indptr[seq] : case.q_indptr[seq + 1]].astype(np.float64)
-        logits.append(
-            np.einsum("rhd,chd->rhc", q, reference.gather(case.kv, seq)[0].repeat(2, 1)).ravel() / 4
-        )
+        logits.append(np.einsum("rhd,chd->rhc", q, reference.gather(case.kv, seq)[0].repeat(2, 1)).ravel() / 4)
     assert np.abs(np.concatenate(logits)).max() == pytest.approx(logit_scale, rel=0.02)
     assert np.concatenate(logits).min() < -0.9 * logit_scale
     assert np.concatenate(logits).max() > 0.9 * logit_scale
@@ -135,9 +133,7 @@ def test_trees_and_contexts_set_the_lengths() -> None:
 
 def test_a_mask_or_a_factory_may_be_given() -> None:
     assert isinstance(make_case(rng(), mask=Window(3), lengths=[(1, 4)]).mask, Window)
-    case = make_case(
-        rng(), mask=lambda rng, batch: ValidLength([kv for _, kv in batch.lengths]), lengths=[(1, 4)]
-    )
+    case = make_case(rng(), mask=lambda rng, batch: ValidLength([kv for _, kv in batch.lengths]), lengths=[(1, 4)])
     assert case.mask.lengths == [4]
 
 
@@ -217,12 +213,8 @@ def test_path_refuses_what_has_none() -> None:
 
 
 def test_a_window_by_index_would_be_noticed() -> None:
-    star = TokenTree.star(
-        8
-    )  # node 7 has depth 1: a window of 3 by depth holds its root, by index it does not
-    case = make_case(
-        rng(), mask=lambda rng, batch: Tree(batch.trees) & Window(3), trees=[star], logit_scale=5.0
-    )
+    star = TokenTree.star(8)  # node 7 has depth 1: a window of 3 by depth holds its root, by index it does not
+    case = make_case(rng(), mask=lambda rng, batch: Tree(batch.trees) & Window(3), trees=[star], logit_scale=5.0)
     path, rows = gather_path(case, 0, 7, rng(), only_last=True)
     by_index = replace(case, mask=Tree([star]) & Window(1))
     assert np.allclose(path.expected[0], case.expected[0][rows])
@@ -254,9 +246,7 @@ def test_budget_message_has_both_errors_and_the_index(case: Case) -> None:
     text = str(caught.value)
     assert re.match(rf"out\[{row}, 2, 5\]: error (1\.0|9\.9)", text)
     number = r"\d\.\d{3}e[+-]\d\d"
-    assert re.search(
-        rf"over the budget {number} = 2 \* \(yardstick error {number} \+ eps\({case.q.dtype.name}\)", text
-    )
+    assert re.search(rf"over the budget {number} = 2 \* \(yardstick error {number} \+ eps\({case.q.dtype.name}\)", text)
     assert f"1 of {out.size} entries over" in text
 
 

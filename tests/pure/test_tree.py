@@ -112,9 +112,7 @@ def test_arrays_on_another_device_are_refused():
         def __array__(self, *args, **options):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
-    with pytest.raises(
-        DTypeError, match=r"^parents: expected an array on the host, got can't convert cuda:0"
-    ):
+    with pytest.raises(DTypeError, match=r"^parents: expected an array on the host, got can't convert cuda:0"):
         TokenTree.from_parents(OnDevice())
 
 
@@ -189,9 +187,7 @@ def test_cycle_of_100_000_nodes_is_named_in_short():
 def test_cycles_of_up_to_8_nodes_are_named_in_full():
     with pytest.raises(ShapeError, match=r"the cycle 7 -> 6 -> 5 -> 4 -> 3 -> 2 -> 1 -> 0 -> 7 \(node"):
         TokenTree.from_parents(np.roll(np.arange(8), 1))
-    with pytest.raises(
-        ShapeError, match=r"the cycle 8 -> 7 -> 6 -> 5 -> 4 -> 3 -> 2 -> 1 -> \(1 more\) -> 8 \("
-    ):
+    with pytest.raises(ShapeError, match=r"the cycle 8 -> 7 -> 6 -> 5 -> 4 -> 3 -> 2 -> 1 -> \(1 more\) -> 8 \("):
         TokenTree.from_parents(np.roll(np.arange(9), 1))
 
 
@@ -288,9 +284,7 @@ def test_bad_paths(paths, message):
 @given(forests(), st.data())
 def test_choices_in_any_order(parents, data):
     """Name each node by the ranks on its path; the tree of these names has the forest below an added root."""
-    rank = [
-        [i for i, p in enumerate(parents) if p == parent].index(node) for node, parent in enumerate(parents)
-    ]
+    rank = [[i for i, p in enumerate(parents) if p == parent].index(node) for node, parent in enumerate(parents)]
     choices = [[rank[step] for step in walk(parents, node)[::-1]] for node in range(len(parents))]
     assert TokenTree.from_choices(choices).parents.tolist() == [-1] + [parent + 1 for parent in parents]
 
@@ -396,9 +390,7 @@ def test_a_mask_is_taken_exactly_if_it_is_a_forests(mask):
         all(mask[i, i] for i in nodes)
         and not any(mask[i, j] and mask[j, i] for i in nodes for j in range(i))
         and all(mask[i, k] for i in nodes for j in nodes for k in nodes if mask[i, j] and mask[j, k])
-        and all(
-            mask[j, k] or mask[k, j] for i in nodes for j in nodes for k in nodes if mask[i, j] and mask[i, k]
-        )
+        and all(mask[j, k] or mask[k, j] for i in nodes for j in nodes for k in nodes if mask[i, j] and mask[i, k])
     )
     if forest:
         np.testing.assert_array_equal(TokenTree.from_mask(mask).mask(), mask)
@@ -492,9 +484,7 @@ def test_bad_counts(make):
 
 @pytest.mark.parametrize("node", [-1, 3, 10**12])
 def test_path_out_of_range(node):
-    with pytest.raises(
-        IndexRangeError, match=rf"^node: expected int in \[0, 3\), got {node}; nodes count from 0$"
-    ):
+    with pytest.raises(IndexRangeError, match=rf"^node: expected int in \[0, 3\), got {node}; nodes count from 0$"):
         TokenTree.chain(3).path(node)
 
 
@@ -539,7 +529,5 @@ def test_render_labels():
 
 
 def test_a_drawing_that_would_fill_the_memory_is_refused():
-    with pytest.raises(
-        UnsupportedError, match=r"^render: .* got <TokenTree of 100000 nodes, 100000 deep>; draw"
-    ):
+    with pytest.raises(UnsupportedError, match=r"^render: .* got <TokenTree of 100000 nodes, 100000 deep>; draw"):
         TokenTree.chain(N).render()

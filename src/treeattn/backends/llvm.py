@@ -1,7 +1,7 @@
 """The host CPU, on TVM's thread pool.
 
-TVM's pool would take half the processors of an x86 machine; it is told to take those of the affinity mask instead, unless
-``TVM_NUM_THREADS`` says otherwise. A kernel from disk needs only TVM's small runtime library, not its compiler.
+TVM's pool would take half the processors of an x86 machine; it is told to take those of the affinity mask instead,
+unless ``TVM_NUM_THREADS`` says otherwise. A kernel from disk needs only TVM's small runtime library, not its compiler.
 """
 
 from __future__ import annotations

@@ -30,14 +30,10 @@ class Piece:
         try:
             assert_within_budget(out[part], lse[part], self.case)
         except AssertionError as error:
-            raise AssertionError(
-                f"rows {self.rows.start}:{self.rows.stop}, head {self.head}: {error}"
-            ) from None
+            raise AssertionError(f"rows {self.rows.start}:{self.rows.stop}, head {self.head}: {error}") from None
 
 
-def pieces(
-    case: Case, seqs: Iterable[int], heads: Iterable[int], max_rows: int | None = None
-) -> Iterator[Piece]:
+def pieces(case: Case, seqs: Iterable[int], heads: Iterable[int], max_rows: int | None = None) -> Iterator[Piece]:
     """Cut a case up: each head of each sequence, of it the last ``max_rows`` rows.
 
     The mask must be made of leaves that give the last rows of a sequence what they gave them among all its

@@ -11,7 +11,7 @@ import numpy as np
 from ..testing import Case
 from .check import sample
 from .limits import Probe, read, sgemm, walk
-from .rivals import BEFORE, CANDIDATES, OTHER_RESULT, Call, UnavailableError, as_numpy, ours
+from .rivals import BEFORE, CANDIDATES, OTHER_RESULT, OWN_CODE, Call, UnavailableError, as_numpy, ours
 from .timer import Candidate, Timing, interleave
 from .workloads import Goal, Problem, Workload, build
 
@@ -86,15 +86,11 @@ def measure(
     call = ours(problem, threads)
     out, checked = check(problem, call)
     calls, failures = _rivals(problem, threads, against, as_numpy(out))
-    probes = {
-        probe.name: probe for probe in (sgemm(threads), read(threads), _walk(problem, threads)) if probe
-    }
+    probes = {probe.name: probe for probe in (sgemm(threads), read(threads), _walk(problem, threads)) if probe}
     candidates = [Candidate(OURS, call), *(Candidate(*item, BEFORE.get(item[0])) for item in calls.items())]
     candidates += [probe.candidate for probe in probes.values()]
     timings = interleave(candidates, seconds, rounds)
-    return Result(
-        workload, dtype, threads, problem.flops, problem.num_bytes, timings, probes, checked, failures
-    )
+    return Result(workload, dtype, threads, problem.flops, problem.num_bytes, timings, probes, checked, failures)
 
 
 def check(problem: Problem, call: Call) -> tuple[Any, str]:
@@ -111,9 +107,7 @@ def _walk(problem: Problem, threads: int) -> Probe | None:
     return walk(problem.kv, int(problem.num_bytes), threads)
 
 
-def _rivals(
-    problem: Problem, threads: int, names: Iterable[str], out: Any
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _rivals(problem: Problem, threads: int, names: Iterable[str], out: Any) -> tuple[dict[str, Any], dict[str, str]]:
     calls, failures = {}, {}
     tolerance = 0.02 if problem.dtype != "float32" else 2e-4
     for name in names:
@@ -127,5 +121,7 @@ def _rivals(
             difference = float(np.abs(theirs - out).max())
             if not difference <= tolerance:
                 failures[name] = f"its result differs by {difference:.1e}"
+                if name in OWN_CODE:
+                    raise AssertionError(f"{name}: {failures[name]}")
                 del calls[name]
     return calls, failures

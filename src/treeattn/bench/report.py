@@ -87,9 +87,7 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
 
 def table(results: Iterable[Result]) -> Table:
     """Give a line to each result: rates, fractions of the limits, speed-ups, goals."""
-    shown = Table(
-        title="treeattn bench: useful work only; of sgemm and of a memory read timed in turns with it"
-    )
+    shown = Table(title="treeattn bench: useful work only; of sgemm and of a memory read timed in turns with it")
     for heading in ("workload", "dtype"):
         shown.add_column(heading, no_wrap=True)
     for heading in ("ms", "GFLOP/s", "of sgemm", "GB/s", "of read"):
@@ -172,9 +170,7 @@ def plot_roofline(path: Path, results: Sequence[Result]) -> None:
             xytext=(3, -7),
             textcoords="offset points",
         )
-    axes.set(
-        xlabel="useful operations a byte of K and V", ylabel="GFLOP/s", title=f"treeattn on {cpu_name()}"
-    )
+    axes.set(xlabel="useful operations a byte of K and V", ylabel="GFLOP/s", title=f"treeattn on {cpu_name()}")
     axes.legend()
     FigureCanvasAgg(figure).print_png(os.fspath(path))
 

@@ -102,9 +102,7 @@ def numpy_dense(problem: Problem, threads: int) -> Call:
 def sdpa(problem: Problem, threads: int) -> Call:
     """Torch SDPA on dense copies gathered before, with a ready mask: the fastest of its spellings here."""
     torch = _torch(threads)
-    calls = [
-        _sdpa(problem, torch, expanded, additive) for expanded in (False, True) for additive in (True, False)
-    ]
+    calls = [_sdpa(problem, torch, expanded, additive) for expanded in (False, True) for additive in (True, False)]
     return _fastest(calls)
 
 
@@ -166,9 +164,7 @@ def tvm_kernel(problem: Problem, threads: int) -> Call:
     is_decode = set(work.nodes) == {1}
     make = _attention_decode_cpu if is_decode else tree_attn_with_paged_kv_cache_cpu
     last: tuple[Any, ...] = (False, {}) if is_decode else ({},)
-    function = make(work.kv_heads, work.q_heads, work.d, problem.dtype, *last).with_attr(
-        "global_symbol", "main"
-    )
+    function = make(work.kv_heads, work.q_heads, work.d, problem.dtype, *last).with_attr("global_symbol", "main")
     kernel = tvm.tirx.build(tvm.IRModule({"main": function}), target=_host_target(tvm))["main"]
     array, zeros = tvm.runtime.tensor, np.zeros
     out, lse = array(zeros(problem.q.shape, problem.dtype)), array(zeros(problem.q.shape[:2], np.float32))
@@ -202,6 +198,8 @@ CANDIDATES: dict[str, Maker] = {
 }
 BEFORE: dict[str, Call] = {"after torch": _use_torch_pool}
 """What runs untimed right before a candidate: torch's workers may still be spinning then."""
+OWN_CODE = frozenset({"one thread", "after torch", "numpy"})
+"""Candidates whose results are ours to answer for: a difference is a fault, not a note."""
 OTHER_RESULT = frozenset({"full"})
 """Candidates whose mask differs from the problem's, so that their result does too; chains are causal."""
 
@@ -215,9 +213,7 @@ def resolve(names: Iterable[str]) -> tuple[str, ...]:
         members = FAMILIES.get(name, (name,))
         for member in members:
             if member not in CANDIDATES:
-                raise UnavailableError(
-                    f"no rival {member!r}; there are {', '.join([*FAMILIES, *CANDIDATES])}"
-                )
+                raise UnavailableError(f"no rival {member!r}; there are {', '.join([*FAMILIES, *CANDIDATES])}")
         found.extend(members)
     return tuple(dict.fromkeys(found))
 
@@ -262,9 +258,7 @@ def _alike(problem: Problem) -> list[list[int]]:
 
 def _queries(torch: Any, problem: Problem, seqs: list[int]) -> Any:
     indptr = problem.q_indptr
-    return _tensor(
-        torch, np.stack([problem.q[indptr[seq] : indptr[seq + 1]].transpose(1, 0, 2) for seq in seqs])
-    )
+    return _tensor(torch, np.stack([problem.q[indptr[seq] : indptr[seq + 1]].transpose(1, 0, 2) for seq in seqs]))
 
 
 def _dense(torch: Any, problem: Problem, seqs: list[int]) -> tuple[Any, Any]:

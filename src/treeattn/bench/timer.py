@@ -46,9 +46,7 @@ def quiet_workers() -> None:
     if all(os.environ.get(name) == value for name, value in QUIET.items()):
         return
     if "torch" in sys.modules:
-        raise RuntimeError(
-            "quiet_workers: torch is imported already; call this first, or set " + " ".join(QUIET)
-        )
+        raise RuntimeError("quiet_workers: torch is imported already; call this first, or set " + " ".join(QUIET))
     os.environ.update(QUIET)
 
 

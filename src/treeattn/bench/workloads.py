@@ -138,9 +138,7 @@ def select(patterns: Iterable[str]) -> list[Workload]:
     patterns = list(patterns) or ["*"]
     for pattern in patterns:
         if not any(fnmatchcase(workload.name, pattern) for workload in WORKLOADS):
-            raise UnsupportedError(
-                f"workload: no {pattern!r}; there are {', '.join(work.name for work in WORKLOADS)}"
-            )
+            raise UnsupportedError(f"workload: no {pattern!r}; there are {', '.join(work.name for work in WORKLOADS)}")
     return [work for work in WORKLOADS if any(fnmatchcase(work.name, pattern) for pattern in patterns)]
 
 
@@ -161,9 +159,7 @@ def likely_tree(num_nodes: int) -> TokenTree:
 
 def _random_tree(num_nodes: int, rng: np.random.Generator) -> TokenTree:
     nodes = np.arange(num_nodes)
-    return TokenTree.from_parents(
-        np.where(nodes, rng.integers(np.maximum(nodes - 8, 0), np.maximum(nodes, 1)), -1)
-    )
+    return TokenTree.from_parents(np.where(nodes, rng.integers(np.maximum(nodes - 8, 0), np.maximum(nodes, 1)), -1))
 
 
 def _branches(num_nodes: int, rng: np.random.Generator) -> TokenTree:

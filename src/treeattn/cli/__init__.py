@@ -32,9 +32,7 @@ class LazyGroup(click.Group):
         return command
 
 
-@click.command(
-    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
-)
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="treeattn")
 def group() -> None:
     """Tree attention for language-model inference."""

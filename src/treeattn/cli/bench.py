@@ -18,9 +18,7 @@ QUICK, THOROUGH = (0.5, 4), (4.0, 20)  # seconds and rounds a measurement
 
 
 @click.command("bench", short_help="Speed, as a fraction of what the machine gives, next to other kernels.")
-@click.option(
-    "--workload", "-w", "patterns", multiple=True, metavar="W", help="Name or pattern (verify*); repeatable."
-)
+@click.option("--workload", "-w", "patterns", multiple=True, metavar="W", help="Name or pattern (verify*); repeatable.")
 @click.option(
     "--dtype",
     "dtypes",
@@ -33,15 +31,9 @@ QUICK, THOROUGH = (0.5, 4), (4.0, 20)  # seconds and rounds a measurement
     metavar="A,B",
     help="torch (sdpa, sdpa+gather, flex), tvm, numpy, none, ...; by default what goals name.",
 )
-@click.option(
-    "--csv", "csv_file", type=click.Path(path_type=Path), help="Write all times, with versions and commit."
-)
-@click.option(
-    "--plot", "plot_file", type=click.Path(path_type=Path), help="Draw a roofline (needs matplotlib)."
-)
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="Number of threads; by default all this process has."
-)
+@click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Write all times, with versions and commit.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw a roofline (needs matplotlib).")
+@click.option("--threads", type=click.IntRange(min=1), help="Number of threads; by default all this process has.")
 @click.option("--quick", is_flag=True, help="Fewer samples: a look, not a figure to quote.")
 @click.option("--as-is", is_flag=True, help="Leave OpenMP's settings alone, so that its workers may spin.")
 @click.option("--list", "only_list", is_flag=True, help="List the workloads.")
@@ -85,9 +77,7 @@ def command(
         report.plot_roofline(plot_file, results)
     if as_json:
         click.echo(
-            json.dumps(
-                {"environment": report.environment(), "results": report.records(results), "wrong": wrong}
-            )
+            json.dumps({"environment": report.environment(), "results": report.records(results), "wrong": wrong})
         )
     else:
         _print(results, wrong)

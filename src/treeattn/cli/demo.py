@@ -16,9 +16,7 @@ SECONDS, ROUNDS = 4.0, 12
 
 
 @click.command("demo", short_help="The main job on real shapes, checked and timed.")
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="Number of threads; by default all this process has."
-)
+@click.option("--threads", type=click.IntRange(min=1), help="Number of threads; by default all this process has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(threads: int | None, as_json: bool) -> int:
     """Verify a draft tree as Llama-3-8B would: one layer, batch 4, 64 nodes, 1024 tokens in pages of 16.
@@ -40,9 +38,7 @@ def command(threads: int | None, as_json: bool) -> int:
     results: list[Result] = []
     for dtype in progress(work.dtypes, len(work.dtypes), "measuring"):
         try:
-            results.append(
-                measure(work, dtype, threads=threads, against=["numpy"], seconds=SECONDS, rounds=ROUNDS)
-            )
+            results.append(measure(work, dtype, threads=threads, against=["numpy"], seconds=SECONDS, rounds=ROUNDS))
         except AssertionError as error:
             click.echo(f"treeattn: {dtype} is not attention: {error}", err=True)
             return 1
@@ -60,9 +56,7 @@ def _print(drawing: str, results: list[Result]) -> None:
     screen.print("The tree that each of 4 sequences verifies (node 0 is the last accepted token):")
     screen.print(drawing, markup=False)
     screen.print(_table(results))
-    screen.print(
-        f"checked  {results[0].checked} against the float64 reference, in both dtypes: within the budget"
-    )
+    screen.print(f"checked  {results[0].checked} against the float64 reference, in both dtypes: within the budget")
     for probe in results[0].probes.values():
         screen.print(f"{probe.name:8} {probe.source}")
 
@@ -70,9 +64,7 @@ def _print(drawing: str, results: list[Result]) -> None:
 def _table(results: list[Result]) -> Table:
     from rich.table import Table
 
-    shown = Table(
-        title="One layer of Llama-3-8B: 32/8 heads of 128, batch 4, 64 nodes, context 1024, page 16"
-    )
+    shown = Table(title="One layer of Llama-3-8B: 32/8 heads of 128, batch 4, 64 nodes, context 1024, page 16")
     shown.add_column("what")
     for heading in ("dtype", "ms", "GFLOP/s", "of sgemm", "times treeattn's time"):
         shown.add_column(heading, justify="right")

@@ -56,6 +56,8 @@ def _targets() -> dict[str, Any]:
     """Facts about this machine as a target, or why it cannot be one."""
     from ..targets import host
 
+    if importlib.util.find_spec("tvm") is None:
+        return {"llvm": {"missing": "apache-tvm, which compiles every kernel, is not installed"}}
     try:
         traits = asdict(host())
     except Exception as error:  # a broken TVM fails in its own ways, and this command is there to tell
@@ -77,9 +79,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     for name, traits in found["targets"].items():
         lines.append(f"{name:8} " + ", ".join(f"{key} {value}" for key, value in traits.items()))
     lines.append(
-        "cache    {folder}, {megabytes:.1f} MB".format(
-            **found["cache"], megabytes=found["cache"]["bytes"] / 1e6
-        )
+        "cache    {folder}, {megabytes:.1f} MB".format(**found["cache"], megabytes=found["cache"]["bytes"] / 1e6)
     )
     for module, package in found["packages"].items():
         state = package["missing"] or package["version"] or "installed"

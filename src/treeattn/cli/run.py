@@ -15,16 +15,10 @@ if TYPE_CHECKING:
 
 @click.command("run", short_help="Attention on the arrays of a file.")
 @click.argument("case_file", metavar="CASE.npz|CASE.safetensors", type=click.Path(path_type=Path))
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Write out and lse to this .npz or .safetensors file."
-)
-@click.option(
-    "--check", is_flag=True, help="Compare with the float64 reference, and expected_* of the file too."
-)
+@click.option("--out", type=click.Path(path_type=Path), help="Write out and lse to this .npz or .safetensors file.")
+@click.option("--check", is_flag=True, help="Compare with the float64 reference, and expected_* of the file too.")
 @click.option("--target", help="Where to run; by default this machine's CPU.")
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="Number of threads; by default all this process has."
-)
+@click.option("--threads", type=click.IntRange(min=1), help="Number of threads; by default all this process has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     *, case_file: Path, out: Path | None, check: bool, target: str | None, threads: int | None, as_json: bool
@@ -99,9 +93,7 @@ def _check(case: Case, out: Any, lse: Any) -> str | None:
         expected_lse = lse if case.expected_lse is None else case.expected_lse.astype(lse.dtype)
         results["expected_out and expected_lse of the file: "] = expected_out, expected_lse
     seqs, heads = range(case.kv.num_seqs), range(case.q.shape[1])
-    total = sum(
-        len(heads) for begin, end in zip(case.q_indptr[:-1], case.q_indptr[1:], strict=True) if end > begin
-    )
+    total = sum(len(heads) for begin, end in zip(case.q_indptr[:-1], case.q_indptr[1:], strict=True) if end > begin)
     for piece in progress(pieces(whole, seqs, heads), total, "checking"):
         for name, (got_out, got_lse) in results.items():
             try:
@@ -123,8 +115,6 @@ def _text(report: dict[str, Any]) -> str:
         lines.append(f"out and lse written to {report['out']}")
     if "difference" in report:
         lines.append(
-            f"DIFFERS: {report['difference']}"
-            if report["difference"]
-            else "within the budget of the reference"
+            f"DIFFERS: {report['difference']}" if report["difference"] else "within the budget of the reference"
         )
     return "\n".join(lines)

@@ -15,9 +15,7 @@ MAX_MASK = 100  # nodes; a wider mask does not fit a terminal
 
 @click.command("show", short_help="Draw a tree and its mask.")
 @click.argument("file", metavar="TREE.json", type=click.Path(path_type=Path))
-@click.option(
-    "--png", type=click.Path(path_type=Path), help="Draw into this PNG file too (needs matplotlib)."
-)
+@click.option("--png", type=click.Path(path_type=Path), help="Draw into this PNG file too (needs matplotlib).")
 @click.option("--name", help="Which tree, where the file holds several; the others are listed.")
 def command(file: Path, png: Path | None, name: str | None) -> None:
     """Draw the tree of a JSON file, and the mask it means (row sees column).

@@ -1,7 +1,7 @@
 """The CPU template: one function for every mask, storage, dtype and head shape.
 
-Work items come from the plan, balanced over threads. Every item is a tile of rows; what differs between a tile of one row
-and one of a hundred is the row tile's class, not the walk, the masks or the order of summation.
+Work items come from the plan, balanced over threads. Every item is a tile of rows; what differs between a tile of one
+row and one of a hundred is the row tile's class, not the walk, the masks or the order of summation.
 """
 
 from __future__ import annotations
@@ -12,12 +12,28 @@ from typing import Any
 from tvm.script import tirx as T
 
 from .emit import (
-    Buffer, Expr, PrimFunc, flat, i32, i64, let, loop, parallel, part, pointer, prim_func, put, registers, scalar, span,
-    when, while_,
+    Buffer,
+    Expr,
+    PrimFunc,
+    flat,
+    i32,
+    i64,
+    let,
+    loop,
+    parallel,
+    part,
+    pointer,
+    prim_func,
+    put,
+    registers,
+    scalar,
+    span,
+    when,
+    while_,
 )
 from .rows_few import FewRows
 from .rows_many import ManyRows
-from .spec import KernelSpec
+from .spec import KernelSpec, Sizes
 from .vectors import from_float, pieces
 from .walk import Pool, Tile, Walk
 from .workspace import workspace_floats
@@ -27,15 +43,38 @@ SEQ_FIELDS = 4  # q_begin, page_begin, prefix_len, node_begin
 EXTENT = 2**48  # of pools, whose size the kernel need not know
 
 POINTERS = (
-    ("q", "q"), ("k", "kv"), ("v", "kv"), ("out", "q"), ("lse", "float32"),
-    ("items", "int32"), ("item_indptr", "int32"), ("seqs", "int32"), ("spans", "int32"), ("page_ids", "int32"),
-    ("bounds", "int32"), ("nodes", "int32"), ("workspace", "float32"), ("row_bounds", "int32"),
+    ("q", "q"),
+    ("k", "kv"),
+    ("v", "kv"),
+    ("out", "q"),
+    ("lse", "float32"),
+    ("items", "int32"),
+    ("item_indptr", "int32"),
+    ("seqs", "int32"),
+    ("spans", "int32"),
+    ("page_ids", "int32"),
+    ("bounds", "int32"),
+    ("nodes", "int32"),
+    ("workspace", "float32"),
+    ("row_bounds", "int32"),
 )
 SCALARS = (
-    ("threads", "int32"), ("group", "int32"), ("page_size", "int32"), ("bounds_stride", "int32"), ("sm_scale", "float32"),
-    ("q_token", "int64"), ("q_head", "int64"), ("out_token", "int64"), ("out_head", "int64"),
-    ("lse_token", "int64"), ("k_page", "int64"), ("k_slot", "int64"), ("k_head", "int64"),
-    ("v_page", "int64"), ("v_slot", "int64"), ("v_head", "int64"),
+    ("threads", "int32"),
+    ("group", "int32"),
+    ("page_size", "int32"),
+    ("bounds_stride", "int32"),
+    ("sm_scale", "float32"),
+    ("q_token", "int64"),
+    ("q_head", "int64"),
+    ("out_token", "int64"),
+    ("out_head", "int64"),
+    ("lse_token", "int64"),
+    ("k_page", "int64"),
+    ("k_slot", "int64"),
+    ("k_head", "int64"),
+    ("v_page", "int64"),
+    ("v_slot", "int64"),
+    ("v_head", "int64"),
 )
 
 
@@ -53,33 +92,45 @@ class Arguments:
     bounds: Buffer
     nodes: Buffer
     workspace: Buffer
-    sm_scale: Expr
     threads: Expr
     group: Expr
     page_size: Expr
     bounds_stride: Expr
+    sm_scale: Expr
+    q_token: Expr
+    q_head: Expr
+    out_token: Expr
+    out_head: Expr
+    lse_token: Expr
 
-    def __init__(self, spec: KernelSpec, config: Any) -> None:
+    def __init__(self, spec: KernelSpec, config: Sizes) -> None:
         self.spec, self.config = spec, config
         dtypes = {"q": spec.q_dtype, "kv": spec.kv_dtype}
         pointers = [(name, dtypes.get(dtype, dtype)) for name, dtype in POINTERS]
         handles = [pointer(name, dtype) for name, dtype in pointers]
-        for name, dtype in SCALARS:
-            setattr(self, name, scalar(name, dtype))
-        for (name, dtype), handle in zip(pointers, handles, strict=True):
-            setattr(self, name, flat(handle, dtype, EXTENT))
-        self.k = Pool(self.k, self.k_page, self.k_slot, self.k_head)  # type: ignore[has-type]
-        self.v = Pool(self.v, self.v_page, self.v_slot, self.v_head)  # type: ignore[has-type]
-        self.row_stride = config.rows
-        self.all_row_bounds: Buffer = self.row_bounds  # type: ignore[has-type]
+        values = {name: scalar(name, dtype) for name, dtype in SCALARS}
+        values |= {name: flat(handle, dtype, EXTENT) for (name, dtype), handle in zip(pointers, handles, strict=True)}
+        self.k, self.v = (Pool(values[x], *(values[f"{x}_{step}"] for step in ("page", "slot", "head"))) for x in "kv")
+        self.row_bounds, self.row_stride = values["row_bounds"], config.rows
+        for name in values.keys() & Arguments.__annotations__.keys():
+            setattr(self, name, values[name])
+
+    def of_thread(self, thread: Expr) -> None:
+        """Take the thread's own part of the scratch memory."""
+        self.base = let(i64(thread) * workspace_floats(self.spec, self.config))
+        size = self.spec.num_bounds * self.row_stride
+        self.row_bounds = part(self.row_bounds, size, thread * size, "int32")
 
     def tile(self, item: Expr) -> Tile:
         """Read a work item."""
         kind, seq, head, row_begin, num_rows, span_begin, span_end = (
             let(self.items[item * ITEM_FIELDS + field]) for field in range(ITEM_FIELDS)
         )
-        sequence = [let(self.seqs[seq * SEQ_FIELDS + field]) for field in range(SEQ_FIELDS)]
-        return Tile(kind, head, row_begin, num_rows, span_begin, span_end, *sequence, self.group)
+        q_begin, page_begin, prefix_len, node_begin = (let(self.seqs[seq * SEQ_FIELDS + i]) for i in range(SEQ_FIELDS))
+        return Tile(
+            kind, head, row_begin, num_rows, span_begin, span_end, q_begin, page_begin, prefix_len, node_begin,
+            self.group,
+        )  # fmt: skip
 
     def q_address(self, tile: Tile, row: Expr) -> Expr:
         """Return the offset of a row's query."""
@@ -103,7 +154,7 @@ class Arguments:
         put(self.lse, at, maximum + T.log2(denominator))
 
 
-def attention(spec: KernelSpec, config: Any) -> PrimFunc:
+def attention(spec: KernelSpec, config: Sizes) -> PrimFunc:
     """Build the attention function of a spec for a tile configuration.
 
     Its arguments are `POINTERS` then `SCALARS`; items are those of `treeattn.plan`.
@@ -111,10 +162,9 @@ def attention(spec: KernelSpec, config: Any) -> PrimFunc:
 
     def body() -> None:
         args = Arguments(spec, config)
-        size = workspace_floats(spec, config)
         with parallel(args.threads) as thread:
-            args.row_bounds = part(args.all_row_bounds, spec.num_bounds * config.rows, thread * (spec.num_bounds * config.rows), "int32")
-            tiles = row_tiles(spec, config, args, let(i64(thread) * size))
+            args.of_thread(thread)
+            tiles = row_tiles(spec, config, args)
             walk = Walk(config.columns, args, spec.mask)
             with loop(args.item_indptr[thread], args.item_indptr[thread + 1]) as item:
                 _run_item(args.tile(item), walk, tiles)
@@ -122,10 +172,10 @@ def attention(spec: KernelSpec, config: Any) -> PrimFunc:
     return prim_func("attention", body)
 
 
-def row_tiles(spec: KernelSpec, config: Any, args: Arguments, base: Expr) -> list[Any]:
+def row_tiles(spec: KernelSpec, config: Sizes, args: Arguments) -> list[Any]:
     """Return the row tiles, in the order of an item's ``kind``: few rows by `TileConfig.few`, then many."""
-    few = [FewRows(rows, spec, config, args, base) for rows in config.few]
-    return [*few, ManyRows(spec, config, args, base)]
+    few = [FewRows(rows, spec, config, args) for rows in config.few]
+    return [*few, ManyRows(spec, config, args)]
 
 
 def _run_item(tile: Tile, walk: Walk, tiles: list[Any]) -> None:

@@ -22,10 +22,9 @@ PrimFunc = Any
 
 def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
     """Build a function whose arguments and statements ``body`` emits."""
-    with IRBuilder() as builder:
-        with I.prim_func():
-            I.func_name(name)
-            body()
+    with IRBuilder() as builder, I.prim_func():
+        I.func_name(name)
+        body()
     return builder.get().with_attr({"global_symbol": name, "tirx.is_scheduled": True})
 
 

@@ -11,18 +11,20 @@ PIPELINE = "treeattn.cpu"
 
 
 def _pipeline() -> tuple[Any, Any, Any]:
-    @tvm.transform.module_pass(opt_level=0)
+    @tvm.transform.module_pass(opt_level=0)  # type: ignore[untyped-decorator]
     def lower(module: Any, _: Any) -> Any:
-        return tvm.ir.transform.Sequential([
-            transform.FlattenBuffer(),
-            transform.NarrowDataType(32),
-            transform.VectorizeLoop(True),
-            transform.UnrollLoop(),
-            transform.StmtSimplify(),
-            transform.AnnotateEntryFunc(),
-            transform.SplitHostDevice(),
-            transform.MakePackedAPI(),
-        ])(module)
+        return tvm.ir.transform.Sequential(
+            [
+                transform.FlattenBuffer(),
+                transform.NarrowDataType(32),
+                transform.VectorizeLoop(True),
+                transform.UnrollLoop(),
+                transform.StmtSimplify(),
+                transform.AnnotateEntryFunc(),
+                transform.SplitHostDevice(),
+                transform.MakePackedAPI(),
+            ]
+        )(module)
 
     def finish_host() -> Any:
         return tvm.ir.transform.Sequential([transform.LowerTVMBuiltin(), transform.LowerIntrin()])

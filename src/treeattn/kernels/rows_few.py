@@ -2,27 +2,54 @@
 
 Keys and values are read straight from the pages, once, in the summation order of `rows_many`. Up to six rows: columns
 are lanes of the scores (keys are transposed in registers and multiplied at once) and dims are lanes of the sums. Seven
-and eight rows: rows are lanes of the scores. Values of the block are prefetched while scores are computed, keys of the next
-block while sums are, both in address order.
+and eight rows: rows are lanes of the scores. Values of the block are prefetched while scores are computed, keys of the
+next block while sums are, both in address order.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tvm
 from tvm.script import tirx as T
 
-from .emit import (
-    Buffer, Expr, broadcast, either, f32, greater, i32, i64, let, loop, part, prefetch, put, registers, smaller,
-    span, when,
-)
 from . import workspace
+from .emit import (
+    Buffer,
+    Expr,
+    broadcast,
+    either,
+    f32,
+    greater,
+    i32,
+    i64,
+    let,
+    loop,
+    part,
+    prefetch,
+    put,
+    registers,
+    smaller,
+    span,
+    when,
+)
 from .rows_many import LINE
 from .softmax import BIAS, LOG2_E, MASKED, NOTHING, normaliser, rescale, weight
-from .spec import KernelSpec
-from .vectors import fma, horizontal_max, pieces, register_tile, shuffle, split, to_float, transpose4, transpose8, zero
+from .spec import KernelSpec, Sizes
+from .vectors import (
+    fma,
+    horizontal_max,
+    pieces,
+    register_tile,
+    shuffle,
+    split,
+    to_float,
+    transpose4,
+    transpose8,
+    zero,
+)
 from .walk import Tile, Walk
 
 ROWS_AS_LANES = 7
@@ -35,16 +62,16 @@ SUM_VECTORS = {1: 8, 2: 6, 3: 4, 4: 3, 5: 2, 6: 2}
 class FewRows:
     """Exactly ``rows`` rows, the last one repeated where the tile has fewer."""
 
-    def __init__(self, rows: int, spec: KernelSpec, config: Any, args: Any, base: Expr) -> None:
+    def __init__(self, rows: int, spec: KernelSpec, config: Sizes, args: Any) -> None:
         self.rows, self.spec, self.columns, self.args = rows, spec, config.few_columns, args
         self.rows_as_lanes = rows >= ROWS_AS_LANES
         self.key_vectors = 1 if self.rows_as_lanes else KEY_VECTORS.get(rows, 1)
-        half = -(-rows // 2)
-        self.sum_groups = [(0, rows)] if rows <= 6 else [(0, half), (half, rows - half)]
+        self.sum_groups = 1 if rows <= 6 else 2
+        self.sum_rows = -(-rows // self.sum_groups)
         self.element = 4 if spec.kv_dtype == "float32" else 2
         self.lines = [-(-d * self.element // LINE) for d in (spec.d_qk, spec.d_v)]
         for name, (offset, size) in workspace.few_rows(rows, spec, config).items():
-            setattr(self, name, part(args.workspace, size, base + offset))
+            setattr(self, name, part(args.workspace, size, args.base + offset))
 
     scores: Buffer
     queries: Buffer
@@ -59,7 +86,7 @@ class FewRows:
         return i32(self.columns)
 
     def begin(self, tile: Tile) -> None:
-        """Scale the queries to base-2 units, ``[row][dim]`` or, with rows as lanes, ``[dim][8]``, and start empty sums."""
+        """Scale the queries to base-2 units, ``[row][dim]`` or, rows as lanes, ``[dim][8]``, and start empty sums."""
         spec = self.spec
         scale = let(self.args.sm_scale * f32(LOG2_E))
         with loop(8 if self.rows_as_lanes else self.rows) as r:
@@ -76,7 +103,7 @@ class FewRows:
             else:
                 for dim, lanes in pieces(spec.d_qk):
                     put(self.queries, span(r * spec.d_qk + dim, lanes), query(dim, lanes))
-        with loop(self.rows) as r:
+        with loop(self.sum_rows * self.sum_groups) as r:
             put(self.maximum, r, f32(NOTHING))
             put(self.denominator, r, f32(0.0))
             self.args.stage_bounds(tile, r, smaller(r, tile.num_rows - 1))
@@ -95,48 +122,41 @@ class FewRows:
         partial = let(walk.partial[parity])
         if masks:
             with when(partial == 1):
-                self._mask(tile, walk, base)
+                self._mask(tile, walk, base, count)
         self._weigh(count)
-        for group in range(len(self.sum_groups)):
-            if masks:
-                either(
-                    partial == 0,
-                    lambda group=group: self._accumulate(group, walk, base, following, count, guarded=False),
-                    lambda group=group: self._accumulate(group, walk, base, following, count, guarded=True),
-                )
-            else:
-                self._accumulate(group, walk, base, following, count, guarded=False)
+        fast = functools.partial(self._accumulate, walk, base, following, count)
+        if masks:
+            either(partial == 0, fast, lambda: fast(guarded=True))
+        else:
+            fast()
 
     def _score(self, walk: Walk, first: Expr, out: Expr) -> None:
         """``scores[row][column]``, columns as lanes: four dims of eight keys are transposed and multiplied at once."""
-        rows, vectors, d = self.rows, self.key_vectors, self.spec.d_qk
-        slots = [let(walk.key[first + i]) for i in range(8 * vectors)]
-        accumulators = [registers(8 * vectors) for _ in range(rows)]
-        for accumulator in accumulators:
-            for j in range(vectors):
-                put(accumulator, span(j * 8, 8), zero(8))
+        d = self.spec.d_qk
+        slots = [let(walk.key[first + i]) for i in range(8 * self.key_vectors)]
+        strips = [slots[i : i + 8] for i in range(0, len(slots), 8)]
+        tile = [(i, j, registers(8)) for i in range(self.rows) for j in range(self.key_vectors)]
+        whole = span(0, 8)
+        for _, _, accumulator in tile:
+            put(accumulator, whole, zero(8))
 
-        def multiply(dim: Expr, j: int, keys: Expr) -> None:
-            for i, accumulator in enumerate(accumulators):
+        def multiply(dim: Expr, keys: list[Expr]) -> None:
+            for i, j, accumulator in tile:
                 query = broadcast(self.queries[i * d + dim], 8)
-                put(accumulator, span(j * 8, 8), fma(query, keys, accumulator[span(j * 8, 8)], 8))
+                put(accumulator, whole, fma(query, keys[j], accumulator[whole], 8))
 
         with loop(d // 4) as c:
             self._fetch_values(walk, first, c, d // 4)
-            for j in range(vectors):
-                pairs = [self._two_keys(slots[j * 8 + i] + i64(c * 4), slots[j * 8 + i + 4] + i64(c * 4)) for i in range(4)]
-                for n, keys in enumerate(transpose4(pairs)):
-                    multiply(c * 4 + n, j, keys)
+            dims = zip(*(self._four_dims(strip, i64(c * 4)) for strip in strips), strict=True)
+            for n, keys in enumerate(dims):
+                multiply(c * 4 + n, list(keys))
         for dim in range(d // 4 * 4, d):
-            for j in range(vectors):
-                keys = [self._key(slots[j * 8 + i] + i64(dim)) for i in range(8)]
-                multiply(dim, j, tvm.tirx.Shuffle(keys, [tvm.tirx.const(i, "int32") for i in range(8)]))
-        for i, accumulator in enumerate(accumulators):
-            for j in range(vectors):
-                put(self.scores, span(i * self.columns + out + j * 8, 8), accumulator[span(j * 8, 8)])
+            multiply(i32(dim), [self._one_dim(strip, dim) for strip in strips])
+        for i, j, accumulator in tile:
+            put(self.scores, span(i * self.columns + out + j * 8, 8), accumulator[whole])
 
     def _score_rows_as_lanes(self, walk: Walk, first: Expr, out: Expr) -> None:
-        """``scores[row][column]``, rows as lanes: a key's element is broadcast, the 8 x 8 tile transposed when stored."""
+        """``scores[row][column]``, rows as lanes: a key's element is broadcast, the tile transposed when stored."""
         d = self.spec.d_qk
         slots = [let(walk.key[first + i]) for i in range(8)]
         straight = self.spec.kv_dtype == "float32"
@@ -153,7 +173,11 @@ class FewRows:
         def multiply(dim: Expr) -> None:
             for i, accumulator in enumerate(accumulators):
                 key = self.args.k.data[slots[i] + i64(dim)] if straight else self.keys[i * d + dim]
-                put(accumulator, whole, fma(broadcast(key, 8), self.queries[span(dim * 8, 8)], accumulator[whole], 8))
+                put(
+                    accumulator,
+                    whole,
+                    fma(broadcast(key, 8), self.queries[span(dim * 8, 8)], accumulator[whole], 8),
+                )
 
         with loop(d // 4) as c:
             self._fetch_values(walk, first, c, d // 4)
@@ -164,28 +188,33 @@ class FewRows:
         for row, vector in enumerate(transpose8([accumulator[whole] for accumulator in accumulators])):
             put(self.scores, span(row * self.columns + out, 8), vector)
 
-    def _mask(self, tile: Tile, walk: Walk, base: Expr) -> None:
+    def _mask(self, tile: Tile, walk: Walk, base: Expr, count: Expr) -> None:
         """Put `MASKED` where a row does not see a column."""
-        with loop(self.columns) as t:
+        with loop(T.truncdiv(count + 7, 8) * 8) as t:
             visible = walk.tester(tile, let(walk.column[base + t]))
             for row in range(self.rows):
-                sees = visible(lambda k, row=row: self.args.row_bounds[k * self.args.row_stride + row], 1)
+
+                def bound(k: int, row: int = row) -> Expr:
+                    return self.args.row_bounds[k * self.args.row_stride + row]
+
+                sees = visible(bound, 1)
                 at = row * self.columns + t
                 put(self.scores, at, T.Select(sees, self.scores[at], f32(MASKED)))
 
     def _weigh(self, count: Expr) -> None:
         """Raise the maximum, turn scores into weights, and add them to the denominator, column after column."""
         whole = span(0, 8)
+        strips = let(T.truncdiv(count + 7, 8))
         with loop(self.rows) as row:
             highest = registers(8)
             put(highest, whole, broadcast(self.maximum[row], 8))
-            for t in range(0, self.columns, 8):
-                put(highest, whole, greater(highest[whole], self.scores[span(row * self.columns + t, 8)]))
+            with loop(strips) as t:
+                put(highest, whole, greater(highest[whole], self.scores[span(row * self.columns + t * 8, 8)]))
             put(highest, whole, T.ceil(horizontal_max(highest[whole])))
             put(self.factor, row, rescale(self.maximum[row], highest[0], 1))
             put(self.maximum, row, highest[0])
             put(highest, whole, highest[whole] - f32(BIAS, 8))
-            with loop(self.columns // 8) as t:
+            with loop(strips) as t:
                 at = span(row * self.columns + t * 8, 8)
                 put(self.scores, at, weight(self.scores[at], highest[whole], 8))
         totals = registers(self.rows)
@@ -197,14 +226,13 @@ class FewRows:
         for row in range(self.rows):
             put(self.denominator, row, totals[row])
 
-    def _accumulate(self, group: int, walk: Walk, base: Expr, following: Expr, count: Expr, *, guarded: bool) -> None:
+    def _accumulate(self, walk: Walk, base: Expr, following: Expr, count: Expr, *, guarded: bool = False) -> None:
         """``sums[row][dim] = sums * factor + weights . values``; guarded, a weight of zero multiplies nothing."""
-        first, rows = self.sum_groups[group]
-        d = self.spec.d_v
-        passes = split(d // 8, SUM_VECTORS[rows]) if d >= 8 else []
-        total_passes = sum(tiles for _, _, tiles in passes)
+        rows, d = self.sum_rows, self.spec.d_v
+        passes = split(d // 8, 1 if guarded else SUM_VECTORS[rows]) if d >= 8 else []
+        visits = sum(tiles for _, _, tiles in passes)
 
-        def tile(dim: Expr, vectors: int, lanes: int, step: Callable[[Expr], None] | None) -> None:
+        def tile(first: Expr, dim: Expr, vectors: int, lanes: int, step: Callable[[Expr], None] | None) -> None:
             def at(i: int, j: int) -> Expr:
                 return span((first + i) * d + dim + j * lanes, lanes)
 
@@ -223,16 +251,17 @@ class FewRows:
                 done=lambda i, j, value: put(self.sums, at(i, j), value),
                 step=step,
                 keep=(lambda i, k, j: broadcast(weight_of(i, k) != f32(0.0), lanes)) if guarded else None,
-            )
+            )  # fmt: skip
 
-        visit = 0
-        for begin, vectors, tiles in passes:
-            with loop(tiles) as c:
-                fetch = self._key_fetcher(walk, following, c + visit, total_passes) if group == 0 else None
-                tile(let((begin + c * vectors) * 8), vectors, 8, fetch)
-            visit += tiles
-        for offset, lanes in pieces(d % 8):
-            tile(d // 8 * 8 + offset, 1, lanes, None)
+        with loop(self.sum_groups) as group:
+            first, visit = let(group * rows), 0
+            for begin, vectors, tiles in passes:
+                with loop(tiles) as c:
+                    fetch = None if guarded else self._key_fetcher(walk, following, group * visits + c + visit, visits)
+                    tile(first, let((begin + c * vectors) * 8), vectors, 8, fetch)
+                visit += tiles
+            for offset, lanes in pieces(d % 8):
+                tile(first, d // 8 * 8 + offset, 1, lanes, None)
 
     def end(self, tile: Tile) -> None:
         """Divide by the denominator and store rows and their LSE."""
@@ -240,12 +269,20 @@ class FewRows:
         with loop(smaller(i32(self.rows), tile.num_rows)) as row:
             inverse = let(normaliser(self.denominator[row], 1))
             self.args.store_row(
-                tile, row, lambda dim, lanes: self.sums[span(row * d + dim, lanes)] * broadcast(inverse, lanes)
+                tile,
+                row,
+                lambda dim, lanes: self.sums[span(row * d + dim, lanes)] * broadcast(inverse, lanes),
             )
             self.args.store_lse(tile, row, self.maximum[row], self.denominator[row])
 
-    def _key(self, at: Expr) -> Expr:
-        return to_float(self.args.k.data[at], self.spec.kv_dtype, 1)
+    def _one_dim(self, slots: list[Expr], dim: int) -> Expr:
+        """One dim of eight keys, as float32."""
+        keys = [to_float(self.args.k.data[slot + i64(dim)], self.spec.kv_dtype, 1) for slot in slots]
+        return tvm.tirx.Shuffle(keys, [i32(i) for i in range(8)])
+
+    def _four_dims(self, slots: list[Expr], dim: Expr) -> list[Expr]:
+        """Four dims of eight keys, transposed in registers, as float32."""
+        return transpose4([self._two_keys(slots[i] + dim, slots[i + 4] + dim) for i in range(4)])
 
     def _two_keys(self, left: Expr, right: Expr) -> Expr:
         """Four elements of two keys side by side, as float32."""
@@ -253,7 +290,7 @@ class FewRows:
         if dtype == "float32":
             return shuffle([keys[span(left, 4)], keys[span(right, 4)]], range(8))
         pair = [T.reinterpret("float64", keys[span(at, 4)]) for at in (left, right)]  # one 64-bit load each
-        joined = tvm.tirx.Shuffle(pair, [tvm.tirx.const(0, "int32"), tvm.tirx.const(1, "int32")])
+        joined = tvm.tirx.Shuffle(pair, [i32(0), i32(1)])
         return to_float(T.reinterpret("uint16x8" if dtype == "bfloat16" else "float16x8", joined), dtype)
 
     def _fetch_values(self, walk: Walk, first: Expr, step: Expr, steps: int) -> None:
@@ -266,9 +303,10 @@ class FewRows:
             prefetch(self.args.v.data, walk.value[token] + i64(T.truncmod(n, lines) * (LINE // self.element)))
 
     def _key_fetcher(self, walk: Walk, following: Expr, visit: Expr, visits: int) -> Callable[[Expr], None]:
-        """Prefetch the keys of the next block, spread over the passes and steps of the sums."""
+        """Prefetch the keys of the next block, spread over the passes and steps of the first group's sums."""
         lines = self.lines[0]
         each = -(-lines // visits)
+        useful = min(-(-lines // each), visits)
 
         def fetch(t: Expr) -> None:
             def ask() -> None:
@@ -278,11 +316,10 @@ class FewRows:
                     line = T.truncmod(n, lines) + i
                     prefetch(self.args.k.data, walk.key[token] + i64(line * (LINE // self.element)))
 
-            if visits > lines:
-                with when(visit < lines):
+            if useful < visits * self.sum_groups:
+                with when(visit < useful):
                     ask()
             else:
                 ask()
 
         return fetch
-

@@ -12,13 +12,29 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from . import workspace
 from .emit import (
-    Buffer, Expr, all_of, broadcast, either, f32, greater, i32, i64, let, loop, part, prefetch, put, registers,
-    smaller, span, when,
+    Buffer,
+    Expr,
+    all_of,
+    broadcast,
+    either,
+    f32,
+    greater,
+    i32,
+    i64,
+    let,
+    loop,
+    part,
+    prefetch,
+    put,
+    registers,
+    smaller,
+    span,
+    when,
 )
 from .softmax import BIAS, LOG2_E, MASKED, NOTHING, normaliser, rescale, weight
-from . import workspace
-from .spec import KernelSpec
+from .spec import KernelSpec, Sizes
 from .vectors import pieces, register_tile, split, to_float, transpose8, zero
 from .walk import Tile, Walk
 
@@ -28,12 +44,12 @@ LINE = 64  # bytes
 class ManyRows:
     """Up to ``config.rows`` rows in panels of ``config.panel``."""
 
-    def __init__(self, spec: KernelSpec, config: Any, args: Any, base: Expr) -> None:
+    def __init__(self, spec: KernelSpec, config: Sizes, args: Any) -> None:
         self.spec, self.config, self.args = spec, config, args
         self.width, self.lanes = config.panel, config.lanes
         self.vectors = self.width // self.lanes
         for name, (offset, size) in workspace.many_rows(spec, config).items():
-            setattr(self, name, part(args.workspace, size, base + offset))
+            setattr(self, name, part(args.workspace, size, args.base + offset))
 
     scores: Buffer
     keys: Buffer
@@ -95,8 +111,16 @@ class ManyRows:
             self._panel(tile, walk, base, following, count, groups, panel, partial, let(broken[0]))
 
     def _panel(
-        self, tile: Tile, walk: Walk, base: Expr, following: Expr, count: Expr, groups: Expr, panel: Expr,
-        partial: Expr, broken: Expr,
+        self,
+        tile: Tile,
+        walk: Walk,
+        base: Expr,
+        following: Expr,
+        count: Expr,
+        groups: Expr,
+        panel: Expr,
+        partial: Expr,
+        broken: Expr,
     ) -> None:
         lanes, vectors = self.lanes, range(self.vectors)
         state = [span(panel * self.width + j * lanes, lanes) for j in vectors]
@@ -129,16 +153,22 @@ class ManyRows:
                 lambda: self._accumulate(panel, count, factor, guarded=True),
             )
 
-    def _score(self, panel: Expr, groups: Expr, highest: list[Buffer], fetch: Callable[[Expr, Expr], None] | None) -> None:
+    def _score(
+        self, panel: Expr, groups: Expr, highest: list[Buffer], fetch: Callable[[Expr, Expr], None] | None
+    ) -> None:
         """``scores[column][row] = keys . queries``, and the running maximum as they are stored."""
         tokens, width, lanes, d = self.config.tokens, self.width, self.lanes, self.spec.d_qk
         with loop(groups) as group:
+
             def done(i: int, j: int, value: Expr) -> None:
                 put(self.scores, span((group * tokens + i) * width + j * lanes, lanes), value)
                 put(highest[j], span(0, lanes), greater(highest[j][span(0, lanes)], value))
 
             register_tile(
-                tokens, self.vectors, lanes, d,
+                tokens,
+                self.vectors,
+                lanes,
+                d,
                 init=lambda i, j: zero(lanes),
                 left=lambda i, k: self.keys[(group * tokens + i) * d + k],
                 right=lambda k, j: self.queries[span((panel * d + k) * width + j * lanes, lanes)],
@@ -146,7 +176,16 @@ class ManyRows:
                 step=(lambda k: fetch(group, k)) if fetch else None,
             )
 
-    def _mask(self, tile: Tile, walk: Walk, base: Expr, count: Expr, panel: Expr, highest: list[Buffer], state: list[Expr]) -> None:
+    def _mask(
+        self,
+        tile: Tile,
+        walk: Walk,
+        base: Expr,
+        count: Expr,
+        panel: Expr,
+        highest: list[Buffer],
+        state: list[Expr],
+    ) -> None:
         """Put `MASKED` where a row does not see a column, and take the maximum again."""
         lanes, whole = self.lanes, span(0, self.lanes)
         for j in range(self.vectors):
@@ -191,7 +230,10 @@ class ManyRows:
                     return span((panel * d + dim + i) * width + j * lanes, lanes)
 
                 register_tile(
-                    rows, self.vectors, lanes, count,
+                    rows,
+                    self.vectors,
+                    lanes,
+                    count,
                     init=lambda i, j: self.sums[at(i, j)] * factor[j][span(0, lanes)],
                     left=lambda i, k, dim=dim: self.values[k * d + dim + i],
                     right=weights,
@@ -247,18 +289,19 @@ class ManyRows:
         total = tokens * sum(lines)
         every, each = max(1, steps // total), -(-total // steps)
 
+        def fetch_one(group: Expr, i: Expr) -> None:
+            token = let(following + group * tokens + T.truncdiv(i, sum(lines)))
+            line = let(T.truncmod(i, sum(lines)))
+            either(
+                line < lines[0],
+                lambda: prefetch(self.args.k.data, walk.key[token] + i64(line * (LINE // size))),
+                lambda: prefetch(self.args.v.data, walk.value[token] + i64((line - lines[0]) * (LINE // size))),
+            )
+
         def fetch(group: Expr, k: Expr) -> None:
             for n in range(each):
                 i = let(T.truncdiv(k, every) * each + n)
-                token = let(following + group * tokens + T.truncdiv(i, sum(lines)))
-                line = let(T.truncmod(i, sum(lines)))
                 with when(all_of(T.truncmod(k, every) == 0, i < total)):
-                    per_line = LINE // size
-                    either(
-                        line < lines[0],
-                        lambda: prefetch(self.args.k.data, walk.key[token] + i64(line * per_line)),
-                        lambda: prefetch(self.args.v.data, walk.value[token] + i64((line - lines[0]) * per_line)),
-                    )
+                    fetch_one(group, i)
 
         return fetch
-

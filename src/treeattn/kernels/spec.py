@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,25 @@ class KernelSpec:
     def num_bounds(self) -> int:
         """Number of leaves of the mask: bounds each row brings."""
         return count_leaves(self.mask)
+
+
+class Sizes(Protocol):
+    """What kernels read of a tile configuration (`treeattn.schedules.tiles.TileConfig`)."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def panel(self) -> int: ...
+    @property
+    def lanes(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def few(self) -> tuple[int, ...]: ...
+    @property
+    def few_columns(self) -> int: ...
 
 
 def count_leaves(form: tuple[Any, ...]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from .emit import Buffer, Expr, broadcast, f32, greater, loop, put, registers, span, typed
+from .emit import Expr, broadcast, f32, greater, loop, put, registers, span, typed
 
 Emit = Callable[..., Any]
 
@@ -32,13 +32,14 @@ def from_float(value: Expr, dtype: str, lanes: int = 8) -> Expr:
     if dtype == "float32":
         return value
     if dtype == "bfloat16":
+
         def constant(x: int) -> Expr:
             return broadcast(T.uint32(x), lanes)
 
         bits = T.reinterpret(typed("uint32", lanes), value)
         odd = T.bitwise_and(T.shift_right(bits, constant(16)), constant(1))
         rounded = T.shift_right(bits + constant(0x7FFF) + odd, constant(16))
-        return T.Select(value == value, rounded, constant(0x7FC0)).astype(typed("uint16", lanes))
+        return T.Select(T.isnan(value), constant(0x7FC0), rounded).astype(typed("uint16", lanes))
     return value.astype(typed("float16", lanes))
 
 
@@ -68,7 +69,12 @@ def transpose4(rows: Sequence[Expr]) -> list[Expr]:
     first, last = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
     t0, t1 = shuffle(rows[:2], low), shuffle(rows[:2], high)
     t2, t3 = shuffle(rows[2:], low), shuffle(rows[2:], high)
-    return [shuffle([t0, t2], first), shuffle([t0, t2], last), shuffle([t1, t3], first), shuffle([t1, t3], last)]
+    return [
+        shuffle([t0, t2], first),
+        shuffle([t0, t2], last),
+        shuffle([t1, t3], first),
+        shuffle([t1, t3], last),
+    ]
 
 
 def transpose8(rows: Sequence[Expr]) -> list[Expr]:
@@ -86,7 +92,7 @@ def horizontal_max(vector: Expr) -> Expr:
 
 
 def split(size: int, most: int) -> list[tuple[int, int, int]]:
-    """Cut ``size`` rows in register tiles of at most ``most``: ``(first, rows of a tile, tiles)``, the tail not thin."""
+    """Cut ``size`` rows in register tiles of at most ``most``: ``(first, rows of a tile, tiles)``; no thin tail."""
     whole, rest = divmod(size, most)
     if not rest:
         return [(0, most, whole)]
@@ -104,13 +110,23 @@ def split(size: int, most: int) -> list[tuple[int, int, int]]:
 
 
 def register_tile(
-    rows: int, vectors: int, lanes: int, steps: Expr, *, init: Emit, left: Emit, right: Emit, done: Emit,
-    step: Emit | None = None, keep: Emit | None = None,
+    rows: int,
+    vectors: int,
+    lanes: int,
+    steps: Expr,
+    *,
+    init: Emit,
+    left: Emit,
+    right: Emit,
+    done: Emit,
+    step: Emit | None = None,
+    keep: Emit | None = None,
 ) -> None:
-    """``acc[i][j] = init(i, j)``; for ``k < steps`` in order ``acc[i][j] += left(i, k) * right(k, j)``; ``done(i, j, acc)``.
+    """For ``k < steps`` in order, ``acc[i][j] += left(i, k) * right(k, j)``.
 
-    ``left`` gives scalars, ``right`` vectors. ``step(k)`` may emit a prefetch. With ``keep(i, k, j)``, lanes where it is
-    false leave the accumulator alone, whatever ``left`` and ``right`` hold there.
+    Accumulators start at ``init(i, j)`` and end in ``done(i, j, acc)``; ``left`` gives scalars, ``right`` vectors.
+    ``step(k)`` may emit a prefetch. With ``keep(i, k, j)``, lanes where it is false leave the accumulator alone,
+    whatever ``left`` and ``right`` hold there.
     """
     accumulators = [registers(vectors * lanes) for _ in range(rows)]
     tile = [(i, j, span(j * lanes, lanes)) for i in range(rows) for j in range(vectors)]

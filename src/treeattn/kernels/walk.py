@@ -13,7 +13,21 @@ from typing import Any
 from tvm.script import tirx as T
 
 from .emit import (
-    Buffer, Expr, all_of, broadcast, either, i32, i64, let, loop, put, registers, smaller, span, when, while_,
+    Buffer,
+    Expr,
+    all_of,
+    broadcast,
+    either,
+    i32,
+    i64,
+    let,
+    loop,
+    put,
+    registers,
+    smaller,
+    span,
+    when,
+    while_,
 )
 from .predicates import Column, tester
 from .vectors import shuffle
@@ -159,7 +173,11 @@ class Walk:
                 return self.tables.bounds[span(k * self.tables.bounds_stride + at, LANES)]
 
             inside = T.Ramp(v * LANES, 1, LANES) < broadcast(tokens, LANES)
-            sees = T.Select(T.bitwise_and(visible(bound, LANES), inside), broadcast(i32(1), LANES), broadcast(i32(0), LANES))
+            sees = T.Select(
+                T.bitwise_and(visible(bound, LANES), inside),
+                broadcast(i32(1), LANES),
+                broadcast(i32(0), LANES),
+            )
             put(seeing, span(0, LANES), seeing[span(0, LANES)] + sees)
         total = seeing[span(0, LANES)]
         for lanes in ([4, 5, 6, 7, 0, 1, 2, 3], [2, 3, 0, 1, 6, 7, 4, 5], [1, 0, 3, 2, 5, 4, 7, 6]):

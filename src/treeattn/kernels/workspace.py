@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..schedules.tiles import TileConfig
-from .spec import KernelSpec
+from .spec import KernelSpec, Sizes
 
 LINE_FLOATS = 16
 
@@ -11,7 +10,7 @@ Layout = dict[str, tuple[int, int]]
 """``{name: (offset, size)}``."""
 
 
-def many_rows(spec: KernelSpec, config: TileConfig) -> Layout:
+def many_rows(spec: KernelSpec, config: Sizes) -> Layout:
     """Lay out the scratch of `rows_many`."""
     return _lay_out({
         "scores": config.columns * config.panel,
@@ -25,20 +24,20 @@ def many_rows(spec: KernelSpec, config: TileConfig) -> Layout:
     })  # fmt: skip
 
 
-def few_rows(rows: int, spec: KernelSpec, config: TileConfig) -> Layout:
+def few_rows(rows: int, spec: KernelSpec, config: Sizes) -> Layout:
     """Lay out the scratch of `rows_few`."""
     return _lay_out({
         "scores": 8 * config.few_columns,
         "queries": 8 * spec.d_qk,
         "keys": 8 * spec.d_qk,
-        "sums": rows * spec.d_v,
-        "maximum": rows,
-        "denominator": rows,
-        "factor": rows,
+        "sums": 8 * spec.d_v,
+        "maximum": 8,
+        "denominator": 8,
+        "factor": 8,
     })  # fmt: skip
 
 
-def workspace_floats(spec: KernelSpec, config: TileConfig) -> int:
+def workspace_floats(spec: KernelSpec, config: Sizes) -> int:
     """Return the floats of scratch memory a thread needs."""
     layouts = [many_rows(spec, config), *(few_rows(rows, spec, config) for rows in config.few)]
     return max(_padded(offset + size) for layout in layouts for offset, size in layout.values())

@@ -52,9 +52,7 @@ def attention(
     ShapeError
         Heads that do not divide, or ``q_indptr`` missing or of the wrong size.
     """
-    return _dense(
-        to_numpy(q, "q"), kv, mask, _Arithmetic(np.float64, np.matmul), q_indptr=q_indptr, sm_scale=sm_scale
-    )
+    return _dense(to_numpy(q, "q"), kv, mask, _Arithmetic(np.float64, np.matmul), q_indptr=q_indptr, sm_scale=sm_scale)
 
 
 def low_precision(
@@ -112,9 +110,7 @@ class _Arithmetic:
     folded: bool = False
 
     @np.errstate(over="ignore", invalid="ignore")  # a visible NaN or infinity is data, not a mistake
-    def attend(
-        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], scale: float
-    ) -> tuple[NDArray[Any], Any]:
+    def attend(self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], scale: float) -> tuple[NDArray[Any], Any]:
         """One row over its visible keys: ``q [d_qk]``, ``k [cols, d_qk]``, ``v [cols, d_v]``, cols >= 1."""
         q, k, v = (part.astype(self.work) for part in (q, k, v))
         factor = self.work(scale * LOG2_E)
@@ -164,13 +160,9 @@ def _dense(
 def _indptr(q_indptr: Any, q_total: int, num_seqs: int) -> list[int]:
     if q_indptr is None:
         if num_seqs != 1:
-            raise ShapeError(
-                f"q_indptr: expected [{num_seqs + 1}] integers for {num_seqs} sequences, got None"
-            )
+            raise ShapeError(f"q_indptr: expected [{num_seqs + 1}] integers for {num_seqs} sequences, got None")
         return [0, q_total]
     indptr = [int(offset) for offset in to_numpy(q_indptr, "q_indptr")]
     if len(indptr) != num_seqs + 1 or indptr[0] != 0 or indptr[-1] != q_total:
-        raise ShapeError(
-            f"q_indptr: expected [{num_seqs + 1}] integers from 0 to {q_total} (= q_total), got {indptr}"
-        )
+        raise ShapeError(f"q_indptr: expected [{num_seqs + 1}] integers from 0 to {q_total} (= q_total), got {indptr}")
     return indptr

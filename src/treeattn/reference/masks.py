@@ -133,9 +133,7 @@ def _parents(mask: Mask, seq: int, q_len: int, kv_len: int) -> list[int] | None:
     if not found:
         return None
     if len(found) > 1:
-        raise UnsupportedError(
-            f"mask: expected at most one Tree, got {len(found)}; join their nodes in one forest"
-        )
+        raise UnsupportedError(f"mask: expected at most one Tree, got {len(found)}; join their nodes in one forest")
     parents: list[int] = found[0].parents.tolist()
     if not q_len <= len(parents) <= kv_len:
         raise ShapeError(

@@ -60,9 +60,11 @@ class TileConfig:
             f"half of columns {self.columns} is no multiple of tokens {self.tokens}": self.columns // 2 % self.tokens,
             f"few_columns {self.few_columns} is no multiple of 32, or more than columns": self.few_columns % 32
             or self.few_columns > self.columns,
-            f"columns {self.columns} need {self.columns * 16} bytes of stack, {STACK_BYTES} are allowed": self.columns * 16
+            f"columns {self.columns} need {self.columns * 16} bytes of stack, {STACK_BYTES} are allowed": self.columns
+            * 16
             >= STACK_BYTES,
-            f"the register tile needs {needed} vector registers of {traits.vector_registers}": needed > traits.vector_registers,
+            f"the register tile needs {needed} vector registers of {traits.vector_registers}": needed
+            > traits.vector_registers,
             f"few {self.few} must rise from 1 to 8": list(self.few) != sorted({*self.few} & set(range(1, 9))),
         }
         return [reason for reason, broken in rules.items() if broken]

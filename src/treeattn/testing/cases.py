@@ -53,15 +53,30 @@ class Case:
     @cached_property
     def yardsticks(self) -> list[tuple[NDArray[Any], NDArray[np.float32]]]:
         """``out, lse`` in float32, rounded in four ways: on a small case a single one may be lucky."""
-        ways = [
-            {"folded": folded, "backwards": backwards}
-            for folded, backwards in product((False, True), repeat=2)
+        ways = [{"folded": folded, "backwards": backwards} for folded, backwards in product((False, True), repeat=2)]
+        return [
+            reference.low_precision(self.q, self.kv, self.mask, q_indptr=self.q_indptr, sm_scale=self.sm_scale, **way)
+            for way in ways
         ]
+
+    @cached_property
+    def more_yardsticks(self) -> list[tuple[NDArray[Any], NDArray[np.float32]]]:
+        """Twenty-four more, with ``q . k`` summed in other orders: asked for where the first four were lucky."""
+        parts = [_gather(self.kv, seq) for seq in range(self.num_seqs)]
+        k, v = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        kv_indptr = _indptr(np.array([len(keys) for keys, _ in parts]))
+        orders = [np.random.default_rng(seed).permutation(k.shape[2]) for seed in range(24)]
         return [
             reference.low_precision(
-                self.q, self.kv, self.mask, q_indptr=self.q_indptr, sm_scale=self.sm_scale, **way
+                self.q[..., order],
+                RaggedKV(k[..., order], v, kv_indptr),
+                self.mask,
+                q_indptr=self.q_indptr,
+                sm_scale=self.sm_scale,
+                folded=way % 2 == 0,
+                backwards=way % 4 > 1,
             )
-            for way in ways
+            for way, order in enumerate(orders)
         ]
 
 
@@ -146,9 +161,7 @@ def pack(
     if storage == "ragged":
         return RaggedKV(k, v, kv_indptr)
     if k.shape != v.shape:
-        raise ShapeError(
-            f"d_v: expected d_qk ({k.shape[2]}) in paged storage, got {v.shape[2]}; use storage='ragged'"
-        )
+        raise ShapeError(f"d_v: expected d_qk ({k.shape[2]}) in paged storage, got {v.shape[2]}; use storage='ragged'")
     kv_len = np.diff(kv_indptr)
     page_indptr = _indptr(-(-kv_len // page_size))
     num_pages = int(page_indptr[-1])
@@ -172,9 +185,7 @@ def repack(case: Case, rng: np.random.Generator, *, storage: Layout = "paged", p
     return replace(case, kv=pack(rng, k, v, kv_indptr, storage=storage, page_size=page_size))
 
 
-def alone(
-    case: Case, seq: int, rng: np.random.Generator, *, storage: Layout = "paged", page_size: int = 7
-) -> Case:
+def alone(case: Case, seq: int, rng: np.random.Generator, *, storage: Layout = "paged", page_size: int = 7) -> Case:
     """Sequence ``seq`` of a case as a batch of one, in a fresh storage."""
 
     def own(leaf: Leaf) -> Mask:

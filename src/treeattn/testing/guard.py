@@ -57,12 +57,8 @@ def guarded(array: NDArray[Any], side: Side = "after") -> NDArray[Any]:
 
 def guarded_case(case: Case, side: Side = "after") -> Case:
     """The same case with every array of it `guarded`, page tables and ``q_indptr`` included."""
-    arrays: dict[str, Any] = {
-        field.name: guarded(getattr(case.kv, field.name), side) for field in fields(case.kv)
-    }
-    return replace(
-        case, q=guarded(case.q, side), kv=replace(case.kv, **arrays), q_indptr=guarded(case.q_indptr, side)
-    )
+    arrays: dict[str, Any] = {field.name: guarded(getattr(case.kv, field.name), side) for field in fields(case.kv)}
+    return replace(case, q=guarded(case.q, side), kv=replace(case.kv, **arrays), q_indptr=guarded(case.q_indptr, side))
 
 
 @dataclass(frozen=True, eq=False)
