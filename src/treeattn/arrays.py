@@ -122,7 +122,9 @@ def check_dtype(dtype: str, name: str) -> str:
 
 
 def indices(values: Any, name: str, shape: tuple[int, ...] | None = None) -> IntArray:
-    """Return host integers of any width as contiguous int32, exactly.
+    """Return a copy of host integers of any width as contiguous int32, exactly.
+
+    A copy, so that what was checked stays what the kernel follows.
 
     Raises
     ------
@@ -147,7 +149,7 @@ def indices(values: Any, name: str, shape: tuple[int, ...] | None = None) -> Int
     if array.dtype != np.int32 and array.size and (int(array.max()) > INT32_MAX or int(array.min()) < -INT32_MAX):
         at = int(np.argmax((array > INT32_MAX) | (array < -INT32_MAX)))
         raise IndexRangeError(f"{name}: expected values that int32 holds, got {array[at]} at index {at}")
-    return np.ascontiguousarray(array, np.int32)
+    return np.array(array, np.int32)
 
 
 def _view_numpy(array: NDArray[Any], name: str) -> View:

@@ -159,7 +159,7 @@ class PagedKV(Storage):
         """The page table kernels walk."""
         indptr = indices(self.page_indptr, "page_indptr")
         check_indptr(indptr, len(indices(self.page_ids, "page_ids")), "page_indptr", "page_ids")
-        last = indices(self.last_page_len, "last_page_len", (len(indptr) - 1,))
+        last = self._last_page_len
         page_size = self._pages.shape[3]
         num_pages = np.diff(indptr).astype(np.int64)
         kv_len = np.where(num_pages > 0, (num_pages - 1) * page_size + last, last)
@@ -181,6 +181,10 @@ class PagedKV(Storage):
         return _pools(k, v, order, order, num_pages=pages.shape[0], kv_heads=pages.shape[2])
 
     @cached_property
+    def _last_page_len(self) -> IntArray:
+        return indices(self.last_page_len, "last_page_len", (len(indices(self.page_indptr, "page_indptr")) - 1,))
+
+    @cached_property
     def _pages(self) -> View:
         pages = view(self.pages, "pages")
         if pages.ndim != 5 or pages.shape[1] != 2 or pages.shape[3] < 1:
@@ -194,7 +198,7 @@ class PagedKV(Storage):
         """Check the page table: indptr, page ids in used slots, lengths of last pages."""
         table, num_pages = self.table, self.pools.num_pages
         _check_page_ids(table, num_pages)
-        _check_last_page_len(table, indices(self.last_page_len, "last_page_len"))
+        _check_last_page_len(table, self._last_page_len)
 
 
 def check_indptr(indptr: IntArray, total: int, name: str, of: str) -> None:
