@@ -18,7 +18,7 @@ def attend(case, **options):
 
 
 def plan_of(case, **options):
-    return ta.plan(
+    return api.plan(
         case.kv,
         case.mask,
         q_indptr=case.q_indptr,
@@ -51,3 +51,14 @@ def assert_same(got, want):
 
 def rng(seed=0):
     return np.random.default_rng(seed)
+
+
+def renumbered(tree, order):
+    """The same forest with node ``order[i]`` as node ``i``."""
+    rank = np.append(np.argsort(order), -1)
+    return ta.TokenTree.from_parents(rank[tree.parents[order]])
+
+
+def parents_first(tree, depth_first=False):
+    """The same forest, every path in rising node order: that of decoding."""
+    return renumbered(tree, np.argsort(tree.intervals[:, 0] if depth_first else tree.depth, kind="stable"))
