@@ -66,8 +66,8 @@ def _assert_close(name: str, got: NDArray[Any], want: NDArray[Any], case: Case, 
     error = _errors(got, want)
     largest, eps = float(np.abs(want[np.isfinite(want)]).max(initial=0)), float(ml_dtypes.finfo(dtype).eps)
     yard_error = budget = 0.0
-    for yards in (lambda: case.yardsticks, lambda: case.more_yardsticks):
-        yard_error = max(yard_error, *(float(_errors(yard[part], want).max()) for yard in yards()))
+    for ways in ("yardsticks", "more_yardsticks"):
+        yard_error = max(yard_error, *(float(_errors(yard[part], want).max()) for yard in getattr(case, ways)))
         if not np.isfinite(yard_error):
             raise AssertionError(f"{name}: no budget, plain float32 code has no finite result on this case")
         budget = 2 * (yard_error + eps * largest)
