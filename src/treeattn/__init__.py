@@ -29,23 +29,20 @@ if TYPE_CHECKING:
     from .masks import ValidLength as ValidLength
     from .masks import Window as Window
     from .plan import Plan as Plan
+    from .rope import Rope as Rope
+    from .rope import RopeScaling as RopeScaling
+    from .storage import LatentKV as LatentKV
     from .storage import PagedKV as PagedKV
     from .storage import RaggedKV as RaggedKV
     from .tree import TokenTree as TokenTree
 
 _HOMES = {
     "api": ("attention", "merge", "plan", "to_natural"),
-    "errors": (
-        "CompileError",
-        "DTypeError",
-        "IndexRangeError",
-        "ShapeError",
-        "TreeAttnError",
-        "UnsupportedError",
-    ),
+    "errors": ("CompileError", "DTypeError", "IndexRangeError", "ShapeError", "TreeAttnError", "UnsupportedError"),
     "masks": ("Causal", "Full", "PaddedLeft", "Sink", "Tree", "ValidLength", "Window"),
     "plan": ("Plan",),
-    "storage": ("PagedKV", "RaggedKV"),
+    "rope": ("Rope", "RopeScaling"),
+    "storage": ("LatentKV", "PagedKV", "RaggedKV"),
     "tree": ("TokenTree",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

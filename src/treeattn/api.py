@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from .arrays import as_kind, to_numpy, view
 from .compile import kernel
-from .errors import DTypeError, ShapeError, UnsupportedError
+from .errors import DTypeError, ShapeError
 from .kernels.spec import KernelSpec
+from .launch import Launch
+from .logits import check_parts
 from .masks import Batch, Mask
-from .plan import Launch, Plan, check_heads, check_q_dtype, check_q_indptr, check_threads, make_work
+from .plan import Plan, check_heads, check_q_dtype, check_q_indptr, check_threads, make_work
 from .storage import Storage
 from .targets import available_threads
 
@@ -49,8 +51,14 @@ def attention(
         single sequence, and for one row per sequence.
     sm_scale : float, optional
         Factor of ``q . k``; ``1 / sqrt(d_qk)`` by default.
-    softcap, alibi, sink_logits, rope
-        Reserved; not offered yet.
+    softcap : float, optional
+        ``logit = softcap * tanh(sm_scale * q . k / softcap)``.
+    alibi : Array, optional
+        Slopes ``[q_heads]``: ``logit += slope * (position of key - position of query)``, after the soft-cap.
+    sink_logits : Array, optional
+        ``[q_heads]``, natural units: a key without value that every row sees, counted in the LSE.
+    rope : Rope, optional
+        Rotate q and keys by position as they are read, for caches that hold keys unrotated.
     threads : int, optional
         Threads to use; the processors of the affinity mask by default.
     target : str, optional
@@ -122,7 +130,7 @@ def plan(
         A multiple of the kv heads.
     dtype : str
         Of q and the output: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-    sm_scale, threads, target, check
+    sm_scale, softcap, alibi, sink_logits, rope, threads, target, check
         As in `attention`.
 
     Returns
@@ -135,33 +143,30 @@ def plan(
     TreeAttnError
         Bad input.
     """
-    _check_parts(softcap=softcap, alibi=alibi, sink_logits=sink_logits, rope=rope)
     _check_storage(kv)
     if not isinstance(mask, Mask):
         raise DTypeError(f"mask: expected a Mask such as ta.Causal() or ta.Tree(trees), got {type(mask).__name__}")
     table, pools = kv.table, kv.pools
     q_heads = check_heads(q_heads, pools.kv_heads)
-    spec = KernelSpec(pools.d_qk, pools.d_v, check_q_dtype(dtype), pools.dtype, mask.form)
-    batch = Batch(check_q_indptr(q_indptr, kv.num_seqs), table.kv_len, mask.trees)
+    parts = check_parts(softcap, alibi, sink_logits, rope, q_heads)
+    spec = KernelSpec(
+        pools.d_qk, pools.d_v, check_q_dtype(dtype), pools.dtype, mask.form,
+        rope=(parts.rope.style, parts.rope.rotary_dim or pools.d_qk) if parts.rope else None,
+        logits=parts.form, shared=pools.shared, moved=table.moves is not None,
+    )  # fmt: skip
+    batch = Batch(check_q_indptr(q_indptr, kv.num_seqs), table.kv_len, mask.trees, table.moves)
     if check:
         kv.validate()
         mask.check(batch)
     compiled = kernel(spec, target)
     count = check_threads(threads, available_threads())
     work = make_work(
-        batch,
-        mask,
-        table,
-        kv_heads=pools.kv_heads,
-        group=q_heads // pools.kv_heads,
-        config=compiled.config,
-        threads=count,
-    )
-    launch = Launch(
-        compiled, kv, int(batch.q_indptr[-1]), q_heads, spec.q_dtype, count, _scale(sm_scale, pools.d_qk),
-        compiled.workspace_floats,
+        batch, mask, table, kv_heads=pools.kv_heads, group=q_heads // pools.kv_heads, config=compiled.config,
+        threads=count, positions=parts.positions,
     )  # fmt: skip
-    return Plan(work, launch)
+    return Plan(
+        Launch(compiled, kv, work, parts, int(batch.q_indptr[-1]), q_heads, count, _scale(sm_scale, pools.d_qk))
+    )
 
 
 def merge(*states: Any) -> tuple[Any, Any]:
@@ -253,9 +258,3 @@ def _scale(sm_scale: Any, d_qk: int) -> float:
 def _check_storage(kv: Any) -> None:
     if not isinstance(kv, Storage):
         raise DTypeError(f"kv: expected RaggedKV or PagedKV, got {type(kv).__name__}; wrap the arrays in one of them")
-
-
-def _check_parts(**parts: Any) -> None:
-    for name, value in parts.items():
-        if value is not None:
-            raise UnsupportedError(f"{name}: not offered yet on any target; leave it out")

@@ -302,13 +302,7 @@ def _check_memory(path: Path, size: int) -> None:
 
 def _read_safetensors(path: Path) -> Arrays:
     decode = _safetensors().deserialize
-    dtypes: dict[str, Any] = {
-        "F32": "f4",
-        "F16": "f2",
-        "BF16": numpy_dtype("bfloat16"),
-        "F64": "f8",
-        "BOOL": "?",
-    }
+    dtypes: dict[str, Any] = {"F32": "f4", "F16": "f2", "BF16": numpy_dtype("bfloat16"), "F64": "f8", "BOOL": "?"}
     dtypes |= {f"{kind}{bits}": f"{kind.lower()}{bits // 8}" for kind in "IU" for bits in (8, 16, 32, 64)}
     with _decoding(path):
         data = path.read_bytes()

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def kernel(spec: KernelSpec, target: Any = None, config: TileConfig | None = Non
         The compiler refused it.
     """
     traits = resolve(target)
-    spec = KernelSpec(spec.d_qk, spec.d_v, spec.q_dtype, spec.kv_dtype, simplify(spec.mask))
+    spec = replace(spec, mask=simplify(spec.mask))
     config = config or select(spec, traits)
     place = spec, config, traits
     found = _kernels.get(place)

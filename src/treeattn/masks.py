@@ -43,6 +43,8 @@ class Batch:
     q_indptr: IntArray
     kv_len: IntArray
     trees: tuple[TokenTree, ...] | None
+    moves: IntArray | None = None
+    """As in `treeattn.storage.PageTable`."""
 
     @cached_property
     def q_len(self) -> IntArray:
@@ -87,9 +89,31 @@ class Batch:
     def position(self) -> IntArray:
         """Position of each query token: by depth in a tree, by index otherwise."""
         if self.trees is None:
-            return self.per_row(self.kv_len - self.q_len) + self.row
+            return self._position_of(self.per_row(self.kv_len - self.q_len) + self.row)
         depth: IntArray = self.nodes[self.node_of_row, 2]
-        return self.per_row(self.prefix_len) + depth
+        return self._position_of(self.per_row(self.prefix_len)) + depth
+
+    @property
+    def last_position(self) -> int:
+        """A bound on every position that occurs."""
+        gap = 0 if self.moves is None else self.moves[:, 0] + self.moves[:, 2]
+        return int(np.max(self.kv_len.astype(np.int64) + gap, initial=1)) - 1
+
+    def _position_of(self, column: IntArray) -> IntArray:
+        if self.moves is None:
+            return column
+        begin, kept, gap, _ = self.moves[self.seq_of_row].T
+        moved: IntArray = begin + column + np.where(column >= kept, gap, 0).astype(np.int32)
+        return moved
+
+    def column_of(self, position: IntArray, seq: IntArray) -> IntArray:
+        """First column at or past a position, in the part before the tree: spans are of columns."""
+        if self.moves is None:
+            return position
+        begin, kept, gap, _ = self.moves[seq].T
+        place = position - begin
+        column: IntArray = np.where(place <= kept, place, np.maximum(place - gap, kept)).astype(np.int32)
+        return column
 
     def per_row(self, values: IntArray) -> IntArray:
         """Repeat a value per sequence for each of its query tokens."""

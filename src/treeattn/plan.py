@@ -6,18 +6,18 @@ Everything that depends on lengths is computed here once a step, on the host; `P
 from __future__ import annotations
 
 import heapq
-import threading
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import DTYPES, IntArray, View, as_kind, check_dtype, empty_like_kind, indices, view
+from .arrays import DTYPES, IntArray, check_dtype, indices
 from .errors import DTypeError, IndexRangeError, ShapeError
+from .launch import Launch
 from .masks import Batch, Mask, tile_spans
 from .schedules.tiles import TileConfig
-from .storage import PageTable, Pools, Storage, check_indptr
+from .storage import PageTable, Storage, check_indptr
 
 LANES = 8  # bounds are read by vectors of tokens
 BLOCK_COST = 24
@@ -33,7 +33,9 @@ class Work:
     seqs: IntArray
     spans: IntArray
     bounds: IntArray
+    positions: IntArray
     nodes: IntArray
+    last_position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +49,41 @@ class Tiles:
 
 
 def make_work(
-    batch: Batch, mask: Mask, table: PageTable, *, kv_heads: int, group: int, config: TileConfig, threads: int
+    batch: Batch,
+    mask: Mask,
+    table: PageTable,
+    *,
+    kv_heads: int,
+    group: int,
+    config: TileConfig,
+    threads: int,
+    positions: bool,
 ) -> Work:
     """Cut rows in tiles, find the columns each visits, and deal tiles times kv heads to threads."""
     tiles = cut_rows(batch.q_len * group, config)
     bounds = mask.bounds(batch)
     first, last = _token_range(batch, tiles, group)
     low, high = _bound_range(bounds, first, last)
+    for k, leaf in enumerate(mask.leaves()):
+        if leaf.test.startswith("pos"):
+            low[k], high[k] = (batch.column_of(bound[k], tiles.seq) for bound in (low, high))
     prefix_len, kv_len = batch.prefix_len[tiles.seq], batch.kv_len[tiles.seq]
     begin, end, some, full = tile_spans(mask, low, high, prefix_len, kv_len)
     spans = np.stack([begin[some], end[some], full[some]], axis=1).astype(np.int32)
     span_indptr = np.concatenate([[0], np.cumsum(some.sum(axis=1))]).astype(np.int32)
     columns = ((end - begin) * some).sum(axis=1)
     items, item_indptr = _deal(tiles, span_indptr, _cost(tiles, columns, config), kv_heads, threads)
-    seqs = np.stack([batch.q_indptr[:-1], table.page_indptr[:-1], batch.prefix_len, batch.node_indptr[:-1]], axis=1)
+    fixed = np.stack([batch.q_indptr[:-1], table.page_indptr[:-1], batch.prefix_len, batch.node_indptr[:-1]], axis=1)
+    moves = np.zeros_like(fixed) if table.moves is None else table.moves
     return Work(
         items=items,
         item_indptr=item_indptr,
-        seqs=_contiguous(seqs),
+        seqs=_contiguous(np.concatenate([fixed, moves], axis=1)),
         spans=_contiguous(np.concatenate([spans, np.zeros((1, 3), np.int32)])),  # the walk reads one past the last
         bounds=_contiguous(np.pad(bounds, ((0, 0), (0, LANES)))),
+        positions=_contiguous(batch.position) if positions else np.zeros(1, np.int32),
         nodes=_contiguous(batch.nodes),
+        last_position=batch.last_position if positions else 0,
     )
 
 
@@ -153,8 +169,8 @@ class Plan:
     A plan may run from several threads at once; each keeps its own scratch memory.
     """
 
-    def __init__(self, work: Work, launch: Launch) -> None:
-        self._work, self._launch = work, launch
+    def __init__(self, launch: Launch) -> None:
+        self._launch, self._work = launch, launch.work
 
     @property
     def num_items(self) -> int:
@@ -193,111 +209,7 @@ class Plan:
         ShapeError, DTypeError
             An array that differs from the plan.
         """
-        return self._launch.run(self._work, q, kv, out, check)
-
-
-@dataclass
-class Launch:
-    """A compiled kernel with the constants of a plan."""
-
-    kernel: Any
-    storage: Storage
-    q_total: int
-    q_heads: int
-    q_dtype: str
-    threads: int
-    sm_scale: float
-    workspace_floats: int
-
-    def __post_init__(self) -> None:
-        self.local = threading.local()
-        self.pools = self.storage.pools
-        self.table = self.storage.table
-
-    def run(self, work: Work, q: Any, kv: Storage | None, out: Any, check: bool) -> tuple[Any, Any]:
-        """Launch with the arrays of one layer."""
-        queries, pools = view(q, "q"), self.pools if kv is None else kv.pools
-        if check:
-            self._check(queries, pools)
-        shape = (self.q_total, self.q_heads, pools.d_v)
-        result = empty_like_kind(q, shape, self.q_dtype) if out is None else out
-        lse = empty_like_kind(q, shape[:2], "float32")
-        target = view(result, "out")
-        if out is not None:
-            self._check_out(target, result, shape)
-        if work.items.size:
-            self._call(work, queries, pools, target, view(lse, "lse"))
-        return (as_kind(result, q) if out is None else out), as_kind(lse, q)
-
-    def _call(self, work: Work, q: View, pools: Pools, out: View, lse: View) -> None:
-        pointers = (q.pointer, pools.k.pointer, pools.v.pointer, out.pointer, lse.pointer)
-        self.kernel(
-            *map(_pointer, pointers), *self._static(work), *(_pointer(_address(array)) for array in self._workspace()),
-            self.threads, self.q_heads // pools.kv_heads, self.table.page_size, work.bounds.shape[1], self.sm_scale,
-            *q.strides[:2], *out.strides[:2], lse.strides[0], *pools.k_strides, *pools.v_strides,
-        )  # fmt: skip
-
-    def _static(self, work: Work) -> Any:
-        made: Any = getattr(self, "_static_pointers", None)
-        if made is None:
-            arrays = (
-                work.items,
-                work.item_indptr,
-                work.seqs,
-                work.spans,
-                self.table.page_ids,
-                work.bounds,
-                work.nodes,
-            )
-            made = self._static_pointers = tuple(_pointer(_address(array)) for array in arrays)
-        return made
-
-    def _workspace(self) -> tuple[NDArray[np.float32], IntArray]:
-        if not hasattr(self.local, "arrays"):
-            leaves, rows = self.kernel.spec.num_bounds, self.kernel.config.rows
-            floats = np.empty(self.threads * self.workspace_floats + 16, np.float32)
-            skip = -_address(floats) % 64 // 4
-            self.local.arrays = floats[skip:], np.empty(self.threads * leaves * rows, np.int32)
-        arrays: tuple[NDArray[np.float32], IntArray] = self.local.arrays
-        return arrays
-
-    def _check(self, q: View, pools: Pools) -> None:
-        wanted = (self.q_total, self.q_heads, self.pools.d_qk)
-        if q.shape != wanted:
-            raise ShapeError(
-                f"q: expected shape [q_total, q_heads, d_qk] = {list(wanted)} as planned, got {list(q.shape)}"
-            )
-        if q.dtype != self.q_dtype:
-            raise DTypeError(
-                f"q: expected dtype {self.q_dtype} as planned, got {q.dtype}; make a plan with dtype={q.dtype!r}"
-            )
-        if pools is self.pools:
-            return
-        for name in ("kv_heads", "d_qk", "d_v", "dtype"):
-            got, planned = getattr(pools, name), getattr(self.pools, name)
-            if got != planned:
-                raise ShapeError(f"kv: expected {name} {planned} as planned, got {got}; make a plan for this layout")
-        if pools.num_pages < self.pools.num_pages:
-            raise ShapeError(
-                f"kv: expected at least {self.pools.num_pages} pages or rows as planned, got {pools.num_pages}"
-            )
-        size, planned_size = pools.k.shape, self.pools.k.shape
-        if len(size) != len(planned_size) or size[1:] != planned_size[1:]:
-            raise ShapeError(
-                f"kv: expected keys {list(planned_size)} as planned, got {list(size)}; make a plan for this layout"
-            )
-
-    def _check_out(self, target: View, out: Any, shape: tuple[int, ...]) -> None:
-        if target.shape != shape:
-            raise ShapeError(f"out: expected shape {list(shape)}, got {list(target.shape)}")
-        if target.dtype != self.q_dtype:
-            raise DTypeError(f"out: expected dtype {self.q_dtype} as q has, got {target.dtype}")
-        if target.owner is not out:
-            raise ShapeError(
-                "out: expected aligned memory with a contiguous last axis, got another layout; pass out=None"
-            )
-        if isinstance(out, np.ndarray) and not out.flags.writeable:
-            raise ShapeError("out: expected writable memory, got a read-only array; pass out=None")
+        return self._launch.run(q, kv, out, check)
 
 
 def check_q_indptr(q_indptr: Any, num_seqs: int) -> IntArray:
@@ -335,14 +247,3 @@ def check_q_dtype(dtype: Any) -> str:
     if isinstance(dtype, type):
         name = np.dtype(dtype).name
     return check_dtype(name, "dtype") if name not in DTYPES else name
-
-
-def _pointer(address: int) -> Any:
-    import ctypes
-
-    return ctypes.c_void_p(address)
-
-
-def _address(array: NDArray[Any]) -> int:
-    pointer: int = array.__array_interface__["data"][0]
-    return pointer

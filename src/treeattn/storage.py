@@ -37,6 +37,9 @@ class PageTable:
     page_ids: IntArray
     page_size: int
     kv_len: IntArray
+    moves: IntArray | None = None
+    """Where columns have moved, int32 ``[num_seqs, 4]``: position of column 0, and, from column ``kept`` on, the
+    further positions and further slots (position_begin, kept, gap, skip)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class Pools:
     kv_heads: int
     d_qk: int
     d_v: int
+    shared: bool = False
+    """Values are the first elements of their key's slot."""
 
     @property
     def dtype(self) -> str:
@@ -58,7 +63,7 @@ class Pools:
 
 
 class Storage:
-    """Base of `RaggedKV` and `PagedKV`."""
+    """Base of `RaggedKV`, `PagedKV` and `LatentKV`."""
 
     table: PageTable
     pools: Pools
@@ -132,8 +137,59 @@ class RaggedKV(Storage):
         _ = self.table
 
 
+class PageTableStorage(Storage):
+    """Base of storages with a page table: what `PagedKV` and `LatentKV` share.
+
+    Sequences may have dropped tokens that no window sees any more: after the first ``kept[b]`` tokens, ``dropped[b]``
+    tokens are gone from the pages, and the tokens behind them keep their positions.
+    """
+
+    page_indptr: Any
+    page_ids: Any
+    last_page_len: Any
+    kept: Any
+    dropped: Any
+
+    @cached_property
+    def table(self) -> PageTable:  # type: ignore[override]
+        """The page table kernels walk."""
+        indptr = indices(self.page_indptr, "page_indptr")
+        check_indptr(indptr, len(indices(self.page_ids, "page_ids")), "page_indptr", "page_ids")
+        last, page_size = self._last_page_len, self.page_size
+        num_pages = np.diff(indptr).astype(np.int64)
+        kv_len = np.where(num_pages > 0, (num_pages - 1) * page_size + last, last)
+        if kv_len.size and int(kv_len.max()) > INT32_MAX:
+            raise IndexRangeError(f"page_indptr: a sequence of {kv_len.max()} keys; at most {INT32_MAX} are offered")
+        ids = indices(self.page_ids, "page_ids")
+        return PageTable(indptr, ids, page_size, kv_len.astype(np.int32), self._moves(len(kv_len)))
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        raise NotImplementedError
+
+    @cached_property
+    def _last_page_len(self) -> IntArray:
+        return indices(self.last_page_len, "last_page_len", (len(indices(self.page_indptr, "page_indptr")) - 1,))
+
+    def _moves(self, num_seqs: int) -> IntArray | None:
+        if self.dropped is None:
+            return None
+        dropped = indices(self.dropped, "dropped", (num_seqs,))
+        kept = np.zeros_like(dropped) if self.kept is None else indices(self.kept, "kept", (num_seqs,))
+        zero = np.zeros_like(dropped)
+        return np.stack([zero, kept, dropped, zero], axis=1)
+
+    def validate(self) -> None:
+        """Check the page table: indptr, page ids in used slots, lengths of last pages, dropped tokens."""
+        table, num_pages = self.table, self.pools.num_pages
+        _check_page_ids(table, num_pages)
+        _check_last_page_len(table, self._last_page_len)
+        _check_moves(table)
+
+
 @dataclass(frozen=True, eq=False)
-class PagedKV(Storage):
+class PagedKV(PageTableStorage):
     """Keys and values in pages of one pool.
 
     Parameters
@@ -147,25 +203,22 @@ class PagedKV(Storage):
         ``[page_indptr[-1]]``, each in ``[0, num_pages)``.
     last_page_len : integers
         ``[num_seqs]``: slots used in the last page, 1 to ``page_size``; 0 for a sequence without pages.
+    kept, dropped : integers, optional
+        ``[num_seqs]``: after the first ``kept[b]`` tokens (0 by default), ``dropped[b]`` tokens are gone from the
+        pages; the tokens behind them keep their positions.
     """
 
     pages: Any
     page_indptr: Any
     page_ids: Any
     last_page_len: Any
+    kept: Any = None
+    dropped: Any = None
 
-    @cached_property
-    def table(self) -> PageTable:  # type: ignore[override]
-        """The page table kernels walk."""
-        indptr = indices(self.page_indptr, "page_indptr")
-        check_indptr(indptr, len(indices(self.page_ids, "page_ids")), "page_indptr", "page_ids")
-        last = self._last_page_len
-        page_size = self._pages.shape[3]
-        num_pages = np.diff(indptr).astype(np.int64)
-        kv_len = np.where(num_pages > 0, (num_pages - 1) * page_size + last, last)
-        if kv_len.size and int(kv_len.max()) > INT32_MAX:
-            raise IndexRangeError(f"page_indptr: a sequence of {kv_len.max()} keys; at most {INT32_MAX} are offered")
-        return PageTable(indptr, indices(self.page_ids, "page_ids"), page_size, kv_len.astype(np.int32))
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self._pages.shape[3]
 
     @cached_property
     def pools(self) -> Pools:  # type: ignore[override]
@@ -181,10 +234,6 @@ class PagedKV(Storage):
         return _pools(k, v, order, order, num_pages=pages.shape[0], kv_heads=pages.shape[2])
 
     @cached_property
-    def _last_page_len(self) -> IntArray:
-        return indices(self.last_page_len, "last_page_len", (len(indices(self.page_indptr, "page_indptr")) - 1,))
-
-    @cached_property
     def _pages(self) -> View:
         pages = view(self.pages, "pages")
         if pages.ndim != 5 or pages.shape[1] != 2 or pages.shape[3] < 1:
@@ -194,11 +243,55 @@ class PagedKV(Storage):
             )
         return pages
 
-    def validate(self) -> None:
-        """Check the page table: indptr, page ids in used slots, lengths of last pages."""
-        table, num_pages = self.table, self.pools.num_pages
-        _check_page_ids(table, num_pages)
-        _check_last_page_len(table, self._last_page_len)
+
+@dataclass(frozen=True, eq=False)
+class LatentKV(PageTableStorage):
+    """Compressed keys and values (MLA, absorbed form): one slot holds both, for all heads.
+
+    The key is the whole slot, the value its first ``d_latent`` elements; there is one kv head. ``sm_scale`` of such a
+    model belongs to the uncompressed heads (192 ** -0.5 in DeepSeek-V3), so pass it.
+
+    Parameters
+    ----------
+    pages : Array
+        ``[num_pages, page_size, d_latent + d_rope]``, any strides with a contiguous last axis.
+    page_indptr, page_ids, last_page_len, kept, dropped
+        As in `PagedKV`.
+    d_latent : int
+        Elements of the value.
+    """
+
+    pages: Any
+    page_indptr: Any
+    page_ids: Any
+    last_page_len: Any
+    d_latent: int = 512
+    kept: Any = None
+    dropped: Any = None
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self._pages.shape[1]
+
+    @cached_property
+    def pools(self) -> Pools:  # type: ignore[override]
+        """Keys and values as kernels read them."""
+        pages = self._pages
+        page, slot, _ = pages.strides
+        k = View(pages.pointer, (pages.shape[0], 1, *pages.shape[1:]), (page, 0, slot, 1), pages.dtype, pages.owner)
+        v = View(k.pointer, (*k.shape[:-1], self.d_latent), k.strides, k.dtype, k.owner)
+        order = (page, slot, 0)
+        return _pools(k, v, order, order, num_pages=pages.shape[0], kv_heads=1, shared=True)
+
+    @cached_property
+    def _pages(self) -> View:
+        pages = view(self.pages, "pages")
+        if pages.ndim != 3 or pages.shape[1] < 1:
+            raise ShapeError(f"pages: expected [num_pages, page_size, d_latent + d_rope], got shape {pages.shape}")
+        if not isinstance(self.d_latent, int) or not 1 <= self.d_latent <= pages.shape[2]:
+            raise ShapeError(f"d_latent: expected 1 to {pages.shape[2]} (= the size of a slot), got {self.d_latent}")
+        return pages
 
 
 def check_indptr(indptr: IntArray, total: int, name: str, of: str) -> None:
@@ -239,6 +332,22 @@ def _check_last_page_len(table: PageTable, last: IntArray) -> None:
         raise IndexRangeError(f"last_page_len: expected {wanted}, got {last[seq]} at index {seq}")
 
 
+def _check_moves(table: PageTable) -> None:
+    if table.moves is None:
+        return
+    kept, dropped = table.moves[:, 1], table.moves[:, 2]
+    for name, fine, got in (
+        ("kept", (kept >= 0) & (kept <= table.kv_len), kept),
+        ("dropped", (dropped >= 0) & (dropped.astype(np.int64) + table.kv_len <= INT32_MAX), dropped),
+    ):
+        if not fine.all():
+            seq = int(np.argmin(fine))
+            raise IndexRangeError(
+                f"{name}: expected 0 or more, within the sequence of {table.kv_len[seq]} keys, "
+                f"got {got[seq]} at index {seq}"
+            )
+
+
 def _pools(
     k: View,
     v: View,
@@ -247,10 +356,11 @@ def _pools(
     *,
     num_pages: int,
     kv_heads: int,
+    shared: bool = False,
 ) -> Pools:
     if kv_heads < 1 or k.shape[-1] < 1 or v.shape[-1] < 1:
         raise ShapeError(f"k, v: expected at least one kv head and d >= 1, got shapes {k.shape} and {v.shape}")
-    return Pools(k, v, k_strides, v_strides, num_pages, kv_heads, k.shape[-1], v.shape[-1])
+    return Pools(k, v, k_strides, v_strides, num_pages, kv_heads, k.shape[-1], v.shape[-1], shared)
 
 
 def _same_dtype(k: View, v: View) -> None:

@@ -39,11 +39,7 @@ class TargetTraits:
 
     def tvm_target(self) -> dict[str, Any]:
         """Return the target in TVM's form."""
-        target: dict[str, Any] = {
-            "kind": "llvm",
-            "mcpu": self.cpu,
-            "opt-level": 2,
-        }  # 3 compiles longer, runs no faster
+        target: dict[str, Any] = {"kind": "llvm", "mcpu": self.cpu, "opt-level": 2}  # 3 compiles longer, runs no faster
         if self.cpu == HOST_CPU:
             from tvm.target import codegen
 

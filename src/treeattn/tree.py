@@ -348,10 +348,7 @@ def _unpack_mask(mask: ArrayLike) -> NDArray[np.bool_]:
     array = _host_array(mask, "mask")
     bits = {"bool": 1, "uint8": 8, "uint32": 32, "uint64": 64}.get(array.dtype.name)
     if bits is None:
-        wanted, remedy = (
-            "bool, or packed uint8, uint32 or uint64",
-            "use mask.astype(bool) or words.view(np.uint32)",
-        )
+        wanted, remedy = ("bool, or packed uint8, uint32 or uint64", "use mask.astype(bool) or words.view(np.uint32)")
         raise DTypeError(_wrong("mask", wanted, array.dtype, remedy))
     n = len(array) if array.ndim else 0
     shape = [n, -(-n // bits)]

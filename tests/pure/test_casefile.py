@@ -143,11 +143,7 @@ BAD = {
     "complex": (ragged(k=np.zeros((12, 2, 8), np.complex64)), DTypeError, "complex64"),
     "flat q": (ragged(q=np.zeros(5, np.float32)), CaseFileError, "q: expected 3 dimensions"),
     "float indptr": (ragged(q_indptr=np.array([0.0, 3, 5])), DTypeError, "q_indptr: expected integers"),
-    "indptr too short": (
-        ragged(q_indptr=np.array([0, 3])),
-        IndexRangeError,
-        "q_indptr: expected to end at 5",
-    ),
+    "indptr too short": (ragged(q_indptr=np.array([0, 3])), IndexRangeError, "q_indptr: expected to end at 5"),
     "indptr of other batch": (ragged(q_indptr=np.array([0, 3, 4, 5])), CaseFileError, "for 2 sequences"),
     "falling indptr": (ragged(kv_indptr=np.array([0, 13, 12])), IndexRangeError, "never fall"),
     "page id": (paged(page_ids=np.array([4, 0, 2, 6, 1])), IndexRangeError, r"page_ids: .* got 6 at index 3"),

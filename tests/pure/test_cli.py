@@ -86,10 +86,7 @@ def test_missing_file(capsys, tmp_path):
         ({"q_indptr": np.array([0, 4])}, "q_indptr"),
         ({"kv_indptr": np.array([0, 90])}, "kv_indptr"),
         ({"tree_parents": np.array([1, 0, 0]), "tree_indptr": np.array([0, 3])}, "cycle"),
-        (
-            {"tree_parents": np.array([-1, 0, 7]), "tree_indptr": np.array([0, 3])},
-            "tree_parents of sequence 0",
-        ),
+        ({"tree_parents": np.array([-1, 0, 7]), "tree_indptr": np.array([0, 3])}, "tree_parents of sequence 0"),
     ],
 )
 def test_bad_arrays_give_one_line(capsys, tmp_path, changes, text):
@@ -108,11 +105,7 @@ def test_no_traceback_in_a_process(case):
     case.write_bytes(case.read_bytes()[:-30])
     code = "import sys; from treeattn.cli import main; sys.exit(main())"
     done = subprocess.run(
-        [sys.executable, "-c", code, "run", str(case)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        [sys.executable, "-c", code, "run", str(case)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
     assert done.stdout == ""

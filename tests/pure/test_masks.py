@@ -183,11 +183,7 @@ LENGTHS = ((2, 5), (3, 3))
         (lambda: Window(True), DTypeError, "Window: expected an integer, got bool"),
         (lambda: Sink(-1), IndexRangeError, "Sink: expected 0 to 2147483647 tokens, got -1"),
         (lambda: Sink("4"), DTypeError, "Sink: expected an integer, got str"),
-        (
-            lambda: Tree([[-1, 0]]),
-            DTypeError,
-            "trees: expected a TokenTree per sequence, got list at index 0",
-        ),
+        (lambda: Tree([[-1, 0]]), DTypeError, "trees: expected a TokenTree per sequence, got list at index 0"),
         (lambda: Causal() & np.ones(3), DTypeError, "mask: expected a Mask beside & or |, got ndarray"),
         (lambda: Causal() | None, DTypeError, "mask: expected a Mask beside & or |, got NoneType"),
         (lambda: (Tree([]) & Tree([])).trees, UnsupportedError, "mask: expected at most one Tree, got 2"),
@@ -204,11 +200,7 @@ LENGTHS = ((2, 5), (3, 3))
             "got 6 for sequence 0 with kv_len 5",
         ),
         (lambda: ValidLength([1]), ShapeError, "ValidLength lengths: expected one per sequence (2), got 1"),
-        (
-            lambda: PaddedLeft([1, 2, 3]),
-            ShapeError,
-            "PaddedLeft lengths: expected one per sequence (2), got 3",
-        ),
+        (lambda: PaddedLeft([1, 2, 3]), ShapeError, "PaddedLeft lengths: expected one per sequence (2), got 3"),
         (
             lambda: ValidLength([5, 4]),
             ShapeError,

@@ -127,11 +127,7 @@ def test_the_last_page_may_have_any_length() -> None:
             IndexRangeError,
             "page_indptr: expected to end at 3 (= the length of page_ids), got 2 at index 3",
         ),
-        (
-            paged(page_indptr=()),
-            ShapeError,
-            "page_indptr: expected [num_seqs + 1] integers starting at 0, got none",
-        ),
+        (paged(page_indptr=()), ShapeError, "page_indptr: expected [num_seqs + 1] integers starting at 0, got none"),
         (paged(last_page_len=(3, 0)), ShapeError, "last_page_len: expected shape (3,), got (2,)"),
         (
             paged(last_page_len=(5, 0, 4)),
@@ -178,21 +174,9 @@ def test_the_last_page_may_have_any_length() -> None:
             ShapeError,
             "pages: expected [num_pages, 2, kv_heads, page_size, d]",
         ),
-        (
-            paged(np.zeros((6, 2, 0, 4, 8), np.float32)),
-            ShapeError,
-            "k, v: expected at least one kv head and d >= 1",
-        ),
-        (
-            paged(np.zeros((6, 2, 2, 4, 0), np.float32)),
-            ShapeError,
-            "k, v: expected at least one kv head and d >= 1",
-        ),
-        (
-            paged([[1.0]]),
-            DTypeError,
-            "pages: expected an array (NumPy, or anything with __dlpack__), got list",
-        ),
+        (paged(np.zeros((6, 2, 0, 4, 8), np.float32)), ShapeError, "k, v: expected at least one kv head and d >= 1"),
+        (paged(np.zeros((6, 2, 2, 4, 0), np.float32)), ShapeError, "k, v: expected at least one kv head and d >= 1"),
+        (paged([[1.0]]), DTypeError, "pages: expected an array (NumPy, or anything with __dlpack__), got list"),
         (ragged(kv_indptr=(1, 2, 2, 5)), IndexRangeError, "kv_indptr: expected 0 at index 0, got 1"),
         (
             ragged(kv_indptr=(0, 2, 1, 5)),
@@ -208,31 +192,11 @@ def test_the_last_page_may_have_any_length() -> None:
         (ragged(kv_indptr=(0, None)), DTypeError, "kv_indptr: expected integers, got dtype object"),
         (ragged(np.zeros((5, 2, 4))), DTypeError, "k: float64 is not offered"),
         (ragged(v=np.zeros((5, 2, 4))), DTypeError, "v: float64 is not offered"),
-        (
-            ragged(v=np.zeros((5, 2, 4), np.float16)),
-            DTypeError,
-            "v: expected dtype float32 as k has, got float16",
-        ),
-        (
-            ragged(np.zeros((5, 2), np.float32)),
-            ShapeError,
-            "k: expected [kv_total, kv_heads, d], got shape (5, 2)",
-        ),
-        (
-            ragged(v=np.zeros(5, np.float32)),
-            ShapeError,
-            "v: expected [kv_total, kv_heads, d], got shape (5,)",
-        ),
-        (
-            ragged(v=np.zeros((5, 1, 4), np.float32)),
-            ShapeError,
-            "v: expected [5, 2, d_v] as k has, got (5, 1, 4)",
-        ),
-        (
-            ragged(np.zeros((5, 2, 0), np.float32)),
-            ShapeError,
-            "k, v: expected at least one kv head and d >= 1",
-        ),
+        (ragged(v=np.zeros((5, 2, 4), np.float16)), DTypeError, "v: expected dtype float32 as k has, got float16"),
+        (ragged(np.zeros((5, 2), np.float32)), ShapeError, "k: expected [kv_total, kv_heads, d], got shape (5, 2)"),
+        (ragged(v=np.zeros(5, np.float32)), ShapeError, "v: expected [kv_total, kv_heads, d], got shape (5,)"),
+        (ragged(v=np.zeros((5, 1, 4), np.float32)), ShapeError, "v: expected [5, 2, d_v] as k has, got (5, 1, 4)"),
+        (ragged(np.zeros((5, 2, 0), np.float32)), ShapeError, "k, v: expected at least one kv head and d >= 1"),
     ],
 )
 def test_validation_says_what_is_wrong(kv: Storage, error: type[Exception], text: str) -> None:

@@ -354,13 +354,7 @@ print(ctypes.c_float.from_address(array.ctypes.data + offset).value)
 
 @pytest.mark.parametrize(
     ("side", "offset", "dies"),
-    [
-        ("after", 24, False),
-        ("after", 28, True),
-        ("after", -4, False),
-        ("before", 0, False),
-        ("before", -4, True),
-    ],
+    [("after", 24, False), ("after", 28, True), ("after", -4, False), ("before", 0, False), ("before", -4, True)],
 )
 def test_guard_page_kills_who_touches_it(side: str, offset: int, dies: bool) -> None:
     done = subprocess.run([sys.executable, "-c", PROBE, side, str(offset)], capture_output=True, check=False)
@@ -393,10 +387,7 @@ def test_canaries(dtype: type) -> None:
     buffer.array[...] = 1
     buffer.check()
     memory = buffer.surroundings
-    for at, text in (
-        (4095, "1 bytes overwritten before the start"),
-        (4096 + buffer.array.nbytes + 3, "3 bytes off"),
-    ):
+    for at, text in ((4095, "1 bytes overwritten before the start"), (4096 + buffer.array.nbytes + 3, "3 bytes off")):
         memory[at] ^= 1
         with pytest.raises(AssertionError, match=text):
             buffer.check()

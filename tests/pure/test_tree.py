@@ -197,20 +197,12 @@ def test_cycles_of_up_to_8_nodes_are_named_in_full():
 @pytest.mark.parametrize(
     ("parents", "error", "message"),
     [
-        (
-            [-1, 0, 0, 9, 1, 1],
-            IndexRangeError,
-            r"^parents: expected int in \[-1, 6\), got 9 at node 3; count",
-        ),
+        ([-1, 0, 0, 9, 1, 1], IndexRangeError, r"^parents: expected int in \[-1, 6\), got 9 at node 3; count"),
         ([-1, 0, -2], IndexRangeError, r"^parents: expected int in \[-1, 3\), got -2 at node 2; "),
         ([-1, 0, 3], IndexRangeError, r"^parents: expected int in \[-1, 3\), got 3 at node 2; "),
         (np.array([2**64 - 1], np.uint64), IndexRangeError, r"got 18446744073709551615 at node 0; "),
         ([-1, 2**40], IndexRangeError, r"got 1099511627776 at node 1; "),
-        (
-            [-1, 1],
-            ShapeError,
-            r"^parents: expected a forest, got the cycle 1 -> 1 \(node -> parent\); give one",
-        ),
+        ([-1, 1], ShapeError, r"^parents: expected a forest, got the cycle 1 -> 1 \(node -> parent\); give one"),
         ([0], ShapeError, r"the cycle 0 -> 0 "),
         ([[-1, 0], [0, 1]], ShapeError, r"^parents: expected shape \[n\], got \[2, 2\]; pass one tree's"),
         (3, ShapeError, r"^parents: expected shape \[n\], got \[\]; "),
@@ -297,17 +289,9 @@ def test_choices_as_arrays():
 @pytest.mark.parametrize(
     ("choices", "error", "message"),
     [
-        (
-            [[0], [1, 0]],
-            ShapeError,
-            r"^choices\[1\]: expected its parent \[1\] in choices, got none; add \[1\]$",
-        ),
+        ([[0], [1, 0]], ShapeError, r"^choices\[1\]: expected its parent \[1\] in choices, got none; add \[1\]$"),
         ([[0, 2, 1], [0]], ShapeError, r"^choices\[0\]: expected its parent \[0, 2\] in choices, got none; "),
-        (
-            [[0], [1], [0]],
-            ShapeError,
-            r"^choices\[2\]: expected a new path, got choices\[0\] again; drop one$",
-        ),
+        ([[0], [1], [0]], ShapeError, r"^choices\[2\]: expected a new path, got choices\[0\] again; drop one$"),
         ([[0], []], ShapeError, r"^choices\[1\]: expected at least one rank, got \[\]; .*the root is added$"),
         ([[0], [0, -1]], IndexRangeError, r"^choices\[1\]: expected ranks >= 0, got -1; strip the padding$"),
         ([[0.0]], DTypeError, r"^choices\[0\]: expected int ranks, got 0.0; rank 0 is a head's best token$"),
@@ -364,12 +348,7 @@ def test_strided_and_listed_masks():
     wide[:, ::2] = mask
     assert TokenTree.from_mask(wide[:, ::2]).parents.tolist() == [-1, 0, 0, 1]
     assert TokenTree.from_mask(mask.tolist()).parents.tolist() == [-1, 0, 0, 1]
-    assert TokenTree.from_mask(np.repeat(packed(mask, 32), 2, axis=1)[:, ::2]).parents.tolist() == [
-        -1,
-        0,
-        0,
-        1,
-    ]
+    assert TokenTree.from_mask(np.repeat(packed(mask, 32), 2, axis=1)[:, ::2]).parents.tolist() == [-1, 0, 0, 1]
 
 
 @st.composite
@@ -433,27 +412,15 @@ PADDED = np.packbits(mask_by_walking([-1, 0, 1]), axis=1)  # NumPy's default ord
             ShapeError,
             r"^mask: expected a forest, got node 3 that sees 1 and 2, not on one path; clear one of the two$",
         ),
-        (
-            np.ones((2, 3), bool),
-            ShapeError,
-            r"^mask: expected bool \[2, 2\], got \[2, 3\]; pass bool \[n, n\]",
-        ),
+        (np.ones((2, 3), bool), ShapeError, r"^mask: expected bool \[2, 2\], got \[2, 3\]; pass bool \[n, n\]"),
         (np.array(True), ShapeError, r"^mask: expected bool \[0, 0\], got \[\]; "),
-        (
-            NO_WORDS,
-            ShapeError,
-            r"^mask: expected uint32 \[3, 1\], got \[3, 2\]; .*packed \[n, ceil\(n / bits\)\]$",
-        ),
+        (NO_WORDS, ShapeError, r"^mask: expected uint32 \[3, 1\], got \[3, 2\]; .*packed \[n, ceil\(n / bits\)\]$"),
         (
             PADDED,
             ShapeError,
             r'^mask: expected 0 in the bits from 3 on, got 1 in bit 7 of node 0; pack .*bitorder="little"\)$',
         ),
-        (
-            np.eye(3),
-            DTypeError,
-            r"^mask: expected bool, or packed uint8, .*, got float64; use mask.astype\(bool\)",
-        ),
+        (np.eye(3), DTypeError, r"^mask: expected bool, or packed uint8, .*, got float64; use mask.astype\(bool\)"),
         (np.eye(3, dtype=np.int32), DTypeError, r"got int32; .* or words.view\(np.uint32\)$"),
         ([[True], [True, True]], ShapeError, r"^mask: expected rows of one length, got ragged ones; "),
     ],

@@ -164,11 +164,7 @@ def plot_roofline(path: Path, results: Sequence[Result]) -> None:
             axes.loglog(*zip(*points, strict=True), mark, label=dtype)
     for x, result in zip(intensities, results, strict=True):
         axes.annotate(
-            result.workload.name,
-            (x, result.flop_rate() / 1e9),
-            fontsize=6,
-            xytext=(3, -7),
-            textcoords="offset points",
+            result.workload.name, (x, result.flop_rate() / 1e9), fontsize=6, xytext=(3, -7), textcoords="offset points"
         )
     axes.set(xlabel="useful operations a byte of K and V", ylabel="GFLOP/s", title=f"treeattn on {cpu_name()}")
     axes.legend()
@@ -176,15 +172,7 @@ def plot_roofline(path: Path, results: Sequence[Result]) -> None:
 
 
 def _commit() -> str:
-    command = [
-        "git",
-        "-C",
-        os.fspath(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-    ]
+    command = ["git", "-C", os.fspath(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

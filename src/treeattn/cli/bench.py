@@ -20,11 +20,7 @@ QUICK, THOROUGH = (0.5, 4), (4.0, 20)  # seconds and rounds a measurement
 @click.command("bench", short_help="Speed, as a fraction of what the machine gives, next to other kernels.")
 @click.option("--workload", "-w", "patterns", multiple=True, metavar="W", help="Name or pattern (verify*); repeatable.")
 @click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="Only these.",
+    "--dtype", "dtypes", multiple=True, type=click.Choice(["float32", "float16", "bfloat16"]), help="Only these."
 )
 @click.option(
     "--against",
@@ -85,11 +81,7 @@ def command(
 
 
 def _measure(
-    chosen: Sequence[Workload],
-    dtypes: Sequence[str],
-    threads: int,
-    named: tuple[str, ...] | None,
-    quick: bool,
+    chosen: Sequence[Workload], dtypes: Sequence[str], threads: int, named: tuple[str, ...] | None, quick: bool
 ) -> tuple[list[Result], list[str]]:
     from ..bench.measure import measure
     from .terminal import progress
@@ -101,14 +93,7 @@ def _measure(
         against = work.own_candidates + (work.rivals if named is None else named)
         try:
             results.append(
-                measure(
-                    work,
-                    dtype,
-                    threads=threads,
-                    against=dict.fromkeys(against),
-                    seconds=seconds,
-                    rounds=rounds,
-                )
+                measure(work, dtype, threads=threads, against=dict.fromkeys(against), seconds=seconds, rounds=rounds)
             )
         except AssertionError as error:
             wrong.append(f"{work.name} {dtype}: {error}")

@@ -22,6 +22,8 @@ class Column:
     prefix_len: Expr
     node_begin: Expr
     nodes: Buffer
+    position_of: Callable[[Expr], Expr]
+    """Of a column before the tree."""
 
     def node(self, field: int, before_tree: Expr) -> Expr:
         """Return a field of the node, or ``before_tree`` for a column that precedes the tree."""
@@ -31,7 +33,7 @@ class Column:
 
     def position(self) -> Expr:
         """Return the position: the prefix by index, a node by depth."""
-        return let(T.min(self.index, self.prefix_len) + self.node(2, T.int32(0)))
+        return let(self.position_of(T.min(self.index, self.prefix_len)) + self.node(2, T.int32(0)))
 
 
 def _compare(test: str, column: Column) -> Callable[[Expr, int], Expr]:

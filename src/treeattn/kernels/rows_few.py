@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
 from tvm.script import tirx as T
 
-from . import workspace
+from . import logits, workspace
 from .emit import (
     Buffer,
     Expr,
@@ -36,21 +37,10 @@ from .emit import (
     when,
 )
 from .rows_many import LINE
-from .softmax import BIAS, LOG2_E, MASKED, NOTHING, normaliser, rescale, weight
+from .softmax import BIAS, MASKED, normaliser, rescale, weight
 from .spec import KernelSpec, Sizes
-from .vectors import (
-    fma,
-    horizontal_max,
-    pieces,
-    register_tile,
-    shuffle,
-    split,
-    to_float,
-    transpose4,
-    transpose8,
-    zero,
-)
-from .walk import Tile, Walk
+from .vectors import fma, horizontal_max, pieces, register_tile, shuffle, split, to_float, transpose4, transpose8, zero
+from .walk import Block, Tile, Walk
 
 ROWS_AS_LANES = 7
 KEY_VECTORS = {1: 4, 2: 4, 3: 2, 4: 2}
@@ -59,8 +49,42 @@ SUM_VECTORS = {1: 8, 2: 6, 3: 4, 4: 3, 5: 2, 6: 2}
 """Most vectors of dims beside that many rows in the sum tile: at most 12 accumulators."""
 
 
+@dataclass(frozen=True)
+class Key:
+    """A key in memory."""
+
+    data: Buffer
+    at: Expr
+    dtype: str
+
+    def load(self, dim: Expr, lanes: int) -> Expr:
+        """Return dims from ``dim`` on, as float32."""
+        return to_float(self.data[span(self.at + i64(dim), lanes)], self.dtype, lanes)
+
+
+def two_keys(left: Key, right: Key, dim: Expr) -> Expr:
+    """Four dims of two keys side by side, as float32."""
+    places = [(key.data, span(key.at + i64(dim), 4)) for key in (left, right)]
+    if left.dtype == "float32":
+        return shuffle([data[at] for data, at in places], range(8))
+    pair = [T.reinterpret("float64", data[at]) for data, at in places]  # one 64-bit load each
+    joined = tvm.tirx.Shuffle(pair, [i32(0), i32(1)])
+    return to_float(T.reinterpret("uint16x8" if left.dtype == "bfloat16" else "float16x8", joined), left.dtype)
+
+
 class FewRows:
     """Exactly ``rows`` rows, the last one repeated where the tile has fewer."""
+
+    scores: Buffer
+    queries: Buffer
+    keys: Buffer
+    sums: Buffer
+    maximum: Buffer
+    denominator: Buffer
+    factor: Buffer
+    positions: Buffer
+    slopes: Buffer
+    columns_at: Buffer
 
     def __init__(self, rows: int, spec: KernelSpec, config: Sizes, args: Any) -> None:
         self.rows, self.spec, self.columns, self.args = rows, spec, config.few_columns, args
@@ -73,98 +97,74 @@ class FewRows:
         for name, (offset, size) in workspace.few_rows(rows, spec, config).items():
             setattr(self, name, part(args.workspace, size, args.base + offset))
 
-    scores: Buffer
-    queries: Buffer
-    keys: Buffer
-    sums: Buffer
-    maximum: Buffer
-    denominator: Buffer
-    factor: Buffer
-
     def limit(self, tile: Tile) -> Expr:
         """Columns of a block."""
         return i32(self.columns)
 
     def begin(self, tile: Tile) -> None:
         """Scale the queries to base-2 units, ``[row][dim]`` or, rows as lanes, ``[dim][8]``, and start empty sums."""
-        spec = self.spec
-        scale = let(self.args.sm_scale * f32(LOG2_E))
+        d, d_v = self.spec.d_qk, self.spec.d_v
         with loop(8 if self.rows_as_lanes else self.rows) as r:
             row = let(smaller(r, tile.num_rows - 1))
-            address = self.args.q_address(tile, row)
-
-            def query(dim: Expr, lanes: int) -> Expr:
-                value = self.args.q[span(address + i64(dim), lanes)]
-                return to_float(value, spec.q_dtype, lanes) * broadcast(scale, lanes)
-
             if self.rows_as_lanes:
-                with loop(spec.d_qk) as dim:
-                    put(self.queries, dim * 8 + r, query(dim, 1))
+                self.args.load_query(tile, row, self.keys, i32(0))
+                with loop(d) as dim:
+                    put(self.queries, dim * 8 + r, self.keys[dim])
             else:
-                for dim, lanes in pieces(spec.d_qk):
-                    put(self.queries, span(r * spec.d_qk + dim, lanes), query(dim, lanes))
+                self.args.load_query(tile, row, self.queries, r * d)
         with loop(self.sum_rows * self.sum_groups) as r:
-            put(self.maximum, r, f32(NOTHING))
-            put(self.denominator, r, f32(0.0))
-            self.args.stage_bounds(tile, r, smaller(r, tile.num_rows - 1))
-            for dim, lanes in pieces(spec.d_v):
-                put(self.sums, span(r * spec.d_v + dim, lanes), zero(lanes))
+            self.args.start_row(self, tile, r, let(smaller(r, tile.num_rows - 1)))
+            for dim, lanes in pieces(d_v):
+                put(self.sums, span(r * d_v + dim, lanes), zero(lanes))
 
-    def block(self, tile: Tile, walk: Walk, parity: Expr) -> None:
+    def block(self, walk: Walk, block: Block) -> None:
         """Take one block of columns into the sums of every row."""
-        base, count = let(parity * walk.capacity), let(walk.count[parity])
-        following = let(walk.capacity - base)
         step = 8 * self.key_vectors
-        with loop(T.truncdiv(count + step - 1, step)) as group:
+        with loop(T.truncdiv(block.count + step - 1, step)) as group:
             score = self._score_rows_as_lanes if self.rows_as_lanes else self._score
-            score(walk, let(base + group * step), let(group * step))
-        masks = self.spec.mask[0] != "full" and self.rows > 1  # a single row sees every column its tile visits
-        partial = let(walk.partial[parity])
+            score(walk, block.tile, let(block.base + group * step), let(group * step))
+        masks = self.spec.masks and self.rows > 1  # a single row sees every column its tile visits
+        if self.spec.adjusts:
+            self._adjust(walk, block)
         if masks:
-            with when(partial == 1):
-                self._mask(tile, walk, base, count)
-        self._weigh(count)
-        fast = functools.partial(self._accumulate, walk, base, following, count)
+            with when(block.partial == 1):
+                self._mask(walk, block)
+        self._weigh(block.count)
+        fast = functools.partial(self._accumulate, walk, block)
         if masks:
-            either(partial == 0, fast, lambda: fast(guarded=True))
+            either(block.partial == 0, fast, lambda: fast(guarded=True))
         else:
             fast()
 
-    def _score(self, walk: Walk, first: Expr, out: Expr) -> None:
+    def _score(self, walk: Walk, tile: Tile, first: Expr, out: Expr) -> None:
         """``scores[row][column]``, columns as lanes: four dims of eight keys are transposed and multiplied at once."""
         d = self.spec.d_qk
-        slots = [let(walk.key[first + i]) for i in range(8 * self.key_vectors)]
-        strips = [slots[i : i + 8] for i in range(0, len(slots), 8)]
-        tile = [(i, j, registers(8)) for i in range(self.rows) for j in range(self.key_vectors)]
+        keys_at = self._keys(walk, tile, first, 8 * self.key_vectors, staged=self.spec.rope is not None)
+        strips = [keys_at[i : i + 8] for i in range(0, len(keys_at), 8)]
+        accumulators = [(i, j, registers(8)) for i in range(self.rows) for j in range(self.key_vectors)]
         whole = span(0, 8)
-        for _, _, accumulator in tile:
+        for _, _, accumulator in accumulators:
             put(accumulator, whole, zero(8))
 
         def multiply(dim: Expr, keys: list[Expr]) -> None:
-            for i, j, accumulator in tile:
+            for i, j, accumulator in accumulators:
                 query = broadcast(self.queries[i * d + dim], 8)
                 put(accumulator, whole, fma(query, keys[j], accumulator[whole], 8))
 
         with loop(d // 4) as c:
             self._fetch_values(walk, first, c, d // 4)
-            dims = zip(*(self._four_dims(strip, i64(c * 4)) for strip in strips), strict=True)
+            dims = zip(*(self._four_dims(strip, c * 4) for strip in strips), strict=True)
             for n, keys in enumerate(dims):
                 multiply(c * 4 + n, list(keys))
         for dim in range(d // 4 * 4, d):
             multiply(i32(dim), [self._one_dim(strip, dim) for strip in strips])
-        for i, j, accumulator in tile:
+        for i, j, accumulator in accumulators:
             put(self.scores, span(i * self.columns + out + j * 8, 8), accumulator[whole])
 
-    def _score_rows_as_lanes(self, walk: Walk, first: Expr, out: Expr) -> None:
+    def _score_rows_as_lanes(self, walk: Walk, tile: Tile, first: Expr, out: Expr) -> None:
         """``scores[row][column]``, rows as lanes: a key's element is broadcast, the tile transposed when stored."""
         d = self.spec.d_qk
-        slots = [let(walk.key[first + i]) for i in range(8)]
-        straight = self.spec.kv_dtype == "float32"
-        if not straight:
-            for i, slot in enumerate(slots):
-                for dim, lanes in pieces(d):
-                    value = self.args.k.data[span(slot + i64(dim), lanes)]
-                    put(self.keys, span(i * d + dim, lanes), to_float(value, self.spec.kv_dtype, lanes))
+        keys_at = self._keys(walk, tile, first, 8, staged=bool(self.spec.rope) or self.spec.kv_dtype != "float32")
         accumulators = [registers(8) for _ in range(8)]
         whole = span(0, 8)
         for accumulator in accumulators:
@@ -172,12 +172,8 @@ class FewRows:
 
         def multiply(dim: Expr) -> None:
             for i, accumulator in enumerate(accumulators):
-                key = self.args.k.data[slots[i] + i64(dim)] if straight else self.keys[i * d + dim]
-                put(
-                    accumulator,
-                    whole,
-                    fma(broadcast(key, 8), self.queries[span(dim * 8, 8)], accumulator[whole], 8),
-                )
+                key = broadcast(keys_at[i].load(dim, 1), 8)
+                put(accumulator, whole, fma(key, self.queries[span(dim * 8, 8)], accumulator[whole], 8))
 
         with loop(d // 4) as c:
             self._fetch_values(walk, first, c, d // 4)
@@ -188,17 +184,39 @@ class FewRows:
         for row, vector in enumerate(transpose8([accumulator[whole] for accumulator in accumulators])):
             put(self.scores, span(row * self.columns + out, 8), vector)
 
-    def _mask(self, tile: Tile, walk: Walk, base: Expr, count: Expr) -> None:
+    def _keys(self, walk: Walk, tile: Tile, first: Expr, count: int, *, staged: bool) -> list[Key]:
+        """Return ``count`` keys, where they lie or, staged, as float32 and rotated in scratch."""
+        if not staged:
+            slots = [let(walk.key[first + i]) for i in range(count)]
+            return [Key(self.args.k.data, slot, self.spec.kv_dtype) for slot in slots]
+        d = self.spec.d_qk
+        with loop(count) as i:
+            self.args.load_key(walk, tile, first + i, self.keys, i * d)
+        return [Key(self.keys, i64(i * d), "float32") for i in range(count)]
+
+    def _adjust(self, walk: Walk, block: Block) -> None:
+        """Soft-cap and ALiBi, columns as lanes."""
+        strips = let(T.truncdiv(block.count + 7, 8))
+        if "alibi" in self.spec.logits:
+            with loop(strips * 8) as t:
+                put(self.columns_at, t, T.cast(walk.position(block.tile, block.base + t), "float32"))
+        with loop(self.rows) as row, loop(strips) as t:
+            at = span(row * self.columns + t * 8, 8)
+            score = self.scores[at]
+            if "softcap" in self.spec.logits:
+                score = logits.cap(score, self.args.cap_limit, self.args.cap_inverse, 8)
+            if "alibi" in self.spec.logits:
+                distance = self.columns_at[span(t * 8, 8)] - broadcast(self.positions[row], 8)
+                score = logits.bias(score, broadcast(self.slopes[row], 8), distance, 8)
+            put(self.scores, at, score)
+
+    def _mask(self, walk: Walk, block: Block) -> None:
         """Put `MASKED` where a row does not see a column."""
-        with loop(T.truncdiv(count + 7, 8) * 8) as t:
-            visible = walk.tester(tile, let(walk.column[base + t]))
+        with loop(T.truncdiv(block.count + 7, 8) * 8) as t:
+            visible = walk.tester(block.tile, let(walk.column[block.base + t]))
             for row in range(self.rows):
-
-                def bound(k: int, row: int = row) -> Expr:
-                    return self.args.row_bounds[k * self.args.row_stride + row]
-
-                sees = visible(bound, 1)
                 at = row * self.columns + t
+                sees = visible(functools.partial(self.args.row_bounds_of, i32(row)), 1)
                 put(self.scores, at, T.Select(sees, self.scores[at], f32(MASKED)))
 
     def _weigh(self, count: Expr) -> None:
@@ -226,7 +244,7 @@ class FewRows:
         for row in range(self.rows):
             put(self.denominator, row, totals[row])
 
-    def _accumulate(self, walk: Walk, base: Expr, following: Expr, count: Expr, *, guarded: bool = False) -> None:
+    def _accumulate(self, walk: Walk, block: Block, *, guarded: bool = False) -> None:
         """``sums[row][dim] = sums * factor + weights . values``; guarded, a weight of zero multiplies nothing."""
         rows, d = self.sum_rows, self.spec.d_v
         passes = split(d // 8, 1 if guarded else SUM_VECTORS[rows]) if d >= 8 else []
@@ -240,11 +258,11 @@ class FewRows:
                 return self.scores[(first + i) * self.columns + k]
 
             def value(k: Expr, j: int) -> Expr:
-                stored = self.args.v.data[span(walk.value[base + k] + i64(dim + j * lanes), lanes)]
+                stored = self.args.v.data[span(walk.value[block.base + k] + i64(dim + j * lanes), lanes)]
                 return to_float(stored, self.spec.kv_dtype, lanes)
 
             register_tile(
-                rows, vectors, lanes, count,
+                rows, vectors, lanes, block.count,
                 init=lambda i, j: self.sums[at(i, j)] * broadcast(self.factor[first + i], lanes),
                 left=weight_of,
                 right=value,
@@ -257,7 +275,11 @@ class FewRows:
             first, visit = let(group * rows), 0
             for begin, vectors, tiles in passes:
                 with loop(tiles) as c:
-                    fetch = None if guarded else self._key_fetcher(walk, following, group * visits + c + visit, visits)
+                    fetch = (
+                        None
+                        if guarded
+                        else self._key_fetcher(walk, block.following, group * visits + c + visit, visits)
+                    )
                     tile(first, let((begin + c * vectors) * 8), vectors, 8, fetch)
                 visit += tiles
             for offset, lanes in pieces(d % 8):
@@ -269,29 +291,17 @@ class FewRows:
         with loop(smaller(i32(self.rows), tile.num_rows)) as row:
             inverse = let(normaliser(self.denominator[row], 1))
             self.args.store_row(
-                tile,
-                row,
-                lambda dim, lanes: self.sums[span(row * d + dim, lanes)] * broadcast(inverse, lanes),
+                tile, row, lambda dim, lanes: self.sums[span(row * d + dim, lanes)] * broadcast(inverse, lanes)
             )
             self.args.store_lse(tile, row, self.maximum[row], self.denominator[row])
 
-    def _one_dim(self, slots: list[Expr], dim: int) -> Expr:
+    def _one_dim(self, keys: list[Key], dim: int) -> Expr:
         """One dim of eight keys, as float32."""
-        keys = [to_float(self.args.k.data[slot + i64(dim)], self.spec.kv_dtype, 1) for slot in slots]
-        return tvm.tirx.Shuffle(keys, [i32(i) for i in range(8)])
+        return tvm.tirx.Shuffle([key.load(dim, 1) for key in keys], [i32(i) for i in range(8)])
 
-    def _four_dims(self, slots: list[Expr], dim: Expr) -> list[Expr]:
+    def _four_dims(self, keys: list[Key], dim: Expr) -> list[Expr]:
         """Four dims of eight keys, transposed in registers, as float32."""
-        return transpose4([self._two_keys(slots[i] + dim, slots[i + 4] + dim) for i in range(4)])
-
-    def _two_keys(self, left: Expr, right: Expr) -> Expr:
-        """Four elements of two keys side by side, as float32."""
-        keys, dtype = self.args.k.data, self.spec.kv_dtype
-        if dtype == "float32":
-            return shuffle([keys[span(left, 4)], keys[span(right, 4)]], range(8))
-        pair = [T.reinterpret("float64", keys[span(at, 4)]) for at in (left, right)]  # one 64-bit load each
-        joined = tvm.tirx.Shuffle(pair, [i32(0), i32(1)])
-        return to_float(T.reinterpret("uint16x8" if dtype == "bfloat16" else "float16x8", joined), dtype)
+        return transpose4([two_keys(keys[i], keys[i + 4], dim) for i in range(4)])
 
     def _fetch_values(self, walk: Walk, first: Expr, step: Expr, steps: int) -> None:
         """Prefetch the values of the columns being scored, spread over the steps of the score tile."""

@@ -1,18 +1,20 @@
 """Row tile for nine rows of a kv head and more: rows are lanes in both products.
 
-Per block of columns, keys and values are converted once to float32. Then, per panel of rows, while its scores stay in
-the first-level cache: ``scores[column][row]``, masked only in partial blocks; ``weights = 2^(score - max)``; and
-``sums[dim][row]``. No horizontal operation anywhere; sums are transposed once, at the end.
+Per block of columns, keys and values are converted once to float32 (and keys rotated). Then, per panel of rows, while
+its scores stay in the first-level cache: ``scores[column][row]``, masked only in partial blocks;
+``weights = 2^(score - max)``; and ``sums[dim][row]``. No horizontal operation anywhere; sums are transposed once, at
+the end.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from . import workspace
+from . import logits, workspace
 from .emit import (
     Buffer,
     Expr,
@@ -32,24 +34,17 @@ from .emit import (
     smaller,
     span,
     when,
-)
-from .softmax import BIAS, LOG2_E, MASKED, NOTHING, normaliser, rescale, weight
+)  # fmt: skip
+from .softmax import BIAS, MASKED, normaliser, rescale, weight
 from .spec import KernelSpec, Sizes
 from .vectors import pieces, register_tile, split, to_float, transpose8, zero
-from .walk import Tile, Walk
+from .walk import Block, Tile, Walk
 
 LINE = 64  # bytes
 
 
 class ManyRows:
     """Up to ``config.rows`` rows in panels of ``config.panel``."""
-
-    def __init__(self, spec: KernelSpec, config: Sizes, args: Any) -> None:
-        self.spec, self.config, self.args = spec, config, args
-        self.width, self.lanes = config.panel, config.lanes
-        self.vectors = self.width // self.lanes
-        for name, (offset, size) in workspace.many_rows(spec, config).items():
-            setattr(self, name, part(args.workspace, size, args.base + offset))
 
     scores: Buffer
     keys: Buffer
@@ -58,7 +53,19 @@ class ManyRows:
     sums: Buffer
     maximum: Buffer
     denominator: Buffer
-    transposed: Buffer
+    positions: Buffer
+    slopes: Buffer
+    strip: Buffer
+
+    def __init__(self, spec: KernelSpec, config: Sizes, args: Any) -> None:
+        self.spec, self.config, self.args = spec, config, args
+        self.width, self.lanes = config.panel, config.lanes
+        self.vectors = self.width // self.lanes
+        for name, (offset, size) in workspace.many_rows(spec, config).items():
+            setattr(self, name, part(args.workspace, max(size, 1), args.base + offset))
+        self.d_value = spec.d_v
+        if spec.shared:
+            self.values, self.d_value = self.keys, spec.d_qk
 
     def panels(self, tile: Tile) -> Expr:
         return T.truncdiv(tile.num_rows + self.width - 1, self.width)
@@ -69,89 +76,72 @@ class ManyRows:
 
     def begin(self, tile: Tile) -> None:
         """Pack the queries ``[panel][dim][row]``, scaled to base-2 units, and start empty sums."""
-        spec, width = self.spec, self.width
+        d, width = self.spec.d_qk, self.width
         panels = let(self.panels(tile))
         with loop(panels * width) as row:
-            put(self.maximum, row, f32(NOTHING))
-            put(self.denominator, row, f32(0.0))
-            self.args.stage_bounds(tile, row, smaller(row, tile.num_rows - 1))
-        with loop(panels * (width * spec.d_v // self.lanes)) as i:
+            self.args.start_row(self, tile, row, let(smaller(row, tile.num_rows - 1)))
+        with loop(panels * (width * self.spec.d_v // self.lanes)) as i:
             put(self.sums, span(i * self.lanes, self.lanes), zero(self.lanes))
-        scale = let(self.args.sm_scale * f32(LOG2_E))
         with loop(panels * (width // 8)) as strip:
             first = let(strip * 8)
-            at = let(T.truncdiv(first, width) * (spec.d_qk * width) + T.truncmod(first, width))
-            rows = [self.args.q_address(tile, smaller(first + i, tile.num_rows - 1)) for i in range(8)]
-
-            def query(row: Expr, dim: Expr, lanes: int) -> Expr:
-                value = self.args.q[span(row + i64(dim), lanes)]
-                return to_float(value, spec.q_dtype, lanes) * broadcast(scale, lanes)
-
-            with loop(spec.d_qk // 8) as c:
-                for i, vector in enumerate(transpose8([query(row, c * 8, 8) for row in rows])):
+            at = let(T.truncdiv(first, width) * (d * width) + T.truncmod(first, width))
+            with loop(8) as i:
+                row = let(smaller(first + i, tile.num_rows - 1))
+                self.args.load_query(tile, row, self.strip, i * d)
+            with loop(d // 8) as c:
+                rows = [self.strip[span(i * d + c * 8, 8)] for i in range(8)]
+                for i, vector in enumerate(transpose8(rows)):
                     put(self.queries, span(at + (c * 8 + i) * width, 8), vector)
-            for dim in range(spec.d_qk // 8 * 8, spec.d_qk):
-                for i, row in enumerate(rows):
-                    put(self.queries, at + dim * width + i, query(row, dim, 1))
+            for dim in range(d // 8 * 8, d):
+                with loop(8) as i:
+                    put(self.queries, at + dim * width + i, self.strip[i * d + dim])
 
-    def block(self, tile: Tile, walk: Walk, parity: Expr) -> None:
+    def block(self, walk: Walk, block: Block) -> None:
         """Take one block of columns into the sums of every row."""
-        base, count = let(parity * walk.capacity), let(walk.count[parity])
-        following = let(walk.capacity - base)
-        groups = let(T.truncdiv(count + self.config.tokens - 1, self.config.tokens))
-        self._convert(self.args.k, walk.key, base, groups * self.config.tokens, self.keys, self.spec.d_qk)
-        self._convert(self.args.v, walk.value, base, count, self.values, self.spec.d_v)
-        partial = let(walk.partial[parity])
+        tokens = self.config.tokens
+        groups = let(T.truncdiv(block.count + tokens - 1, tokens))
+        with loop(groups * tokens) as t:
+            self.args.load_key(walk, block.tile, block.base + t, self.keys, t * self.spec.d_qk)
+        if not self.spec.shared:
+            with loop(block.count) as t:
+                self._load_value(let(walk.value[block.base + t]), t)
         broken = registers(1, "int32")
         put(broken, 0, i32(0))
-        if self.spec.mask[0] != "full":
-            with when(partial == 1):
-                self._find_nonfinite(count, broken)
-        with loop(self.panels(tile)) as panel:
-            self._panel(tile, walk, base, following, count, groups, panel, partial, let(broken[0]))
+        if self.spec.masks:
+            with when(block.partial == 1):
+                self._find_nonfinite(block.count, broken)
+        with loop(self.panels(block.tile)) as panel:
+            self._panel(walk, block, groups, panel, let(broken[0]))
 
-    def _panel(
-        self,
-        tile: Tile,
-        walk: Walk,
-        base: Expr,
-        following: Expr,
-        count: Expr,
-        groups: Expr,
-        panel: Expr,
-        partial: Expr,
-        broken: Expr,
-    ) -> None:
+    def _panel(self, walk: Walk, block: Block, groups: Expr, panel: Expr, broken: Expr) -> None:
         lanes, vectors = self.lanes, range(self.vectors)
         state = [span(panel * self.width + j * lanes, lanes) for j in vectors]
         highest, factor = ([registers(lanes) for _ in vectors] for _ in range(2))
         whole = span(0, lanes)
         for j in vectors:
             put(highest[j], whole, self.maximum[state[j]])
-        fetch = self._fetcher(walk, following)
+        fetch = self._fetcher(walk, block.following)
         either(
             panel == 0,
             lambda: self._score(panel, groups, highest, fetch),
             lambda: self._score(panel, groups, highest, None),
         )
-        if self.spec.mask[0] != "full":
-            with when(partial == 1):
-                self._mask(tile, walk, base, count, panel, highest, state)
+        self._revise(walk, block, highest, state)
         for j in vectors:
             old, new = self.maximum[state[j]], let(T.ceil(highest[j][whole]))
             put(factor[j], whole, rescale(old, new, lanes))
             put(self.denominator, state[j], self.denominator[state[j]] * factor[j][whole])
             put(self.maximum, state[j], new)
             put(highest[j], whole, new - f32(BIAS, lanes))
-        self._weigh(count, highest, state)
-        if self.spec.mask[0] == "full":
-            self._accumulate(panel, count, factor, guarded=False)
-        else:
+        self._weigh(block.count, highest, state)
+        if self.spec.masks:
             either(
                 broken == 0,
-                lambda: self._accumulate(panel, count, factor, guarded=False),
-                lambda: self._accumulate(panel, count, factor, guarded=True),
+                lambda: self._accumulate(panel, block.count, factor, guarded=False),
+                lambda: self._accumulate(panel, block.count, factor, guarded=True),
             )
+        else:
+            self._accumulate(panel, block.count, factor, guarded=False)
 
     def _score(
         self, panel: Expr, groups: Expr, highest: list[Buffer], fetch: Callable[[Expr, Expr], None] | None
@@ -165,41 +155,61 @@ class ManyRows:
                 put(highest[j], span(0, lanes), greater(highest[j][span(0, lanes)], value))
 
             register_tile(
-                tokens,
-                self.vectors,
-                lanes,
-                d,
+                tokens, self.vectors, lanes, d,
                 init=lambda i, j: zero(lanes),
                 left=lambda i, k: self.keys[(group * tokens + i) * d + k],
                 right=lambda k, j: self.queries[span((panel * d + k) * width + j * lanes, lanes)],
                 done=done,
                 step=(lambda k: fetch(group, k)) if fetch else None,
-            )
+            )  # fmt: skip
 
-    def _mask(
-        self,
-        tile: Tile,
-        walk: Walk,
-        base: Expr,
-        count: Expr,
-        panel: Expr,
-        highest: list[Buffer],
-        state: list[Expr],
+    def _revise(self, walk: Walk, block: Block, highest: list[Buffer], state: list[Expr]) -> None:
+        """Adjust logits and mask them, where there is anything to do."""
+        revise = self._revise_scores
+        if self.spec.adjusts and self.spec.masks:
+            either(
+                block.partial == 1,
+                lambda: revise(walk, block, highest, state, masked=True),
+                lambda: revise(walk, block, highest, state, masked=False),
+            )
+        elif self.spec.adjusts:
+            revise(walk, block, highest, state, masked=False)
+        elif self.spec.masks:
+            with when(block.partial == 1):
+                revise(walk, block, highest, state, masked=True)
+
+    def _revise_scores(
+        self, walk: Walk, block: Block, highest: list[Buffer], state: list[Expr], *, masked: bool
     ) -> None:
-        """Put `MASKED` where a row does not see a column, and take the maximum again."""
+        """Adjust the scores, put `MASKED` where a row does not see a column, and take the maximum again."""
         lanes, whole = self.lanes, span(0, self.lanes)
         for j in range(self.vectors):
             put(highest[j], whole, self.maximum[state[j]])
-        with loop(count) as t:
-            visible = walk.tester(tile, let(walk.column[base + t]))
+        with loop(block.count) as t:
+            place = block.base + t
+            visible = walk.tester(block.tile, let(walk.column[place])) if masked else None
+            position = self._position(walk, block.tile, place)
             for j in range(self.vectors):
-                at = span(t * self.width + j * lanes, lanes)
-
-                def bound(k: int, row: Expr = panel * self.width + j * lanes) -> Expr:
-                    return self.args.row_bounds[span(k * self.config.rows + row, lanes)]
-
-                put(self.scores, at, T.Select(visible(bound, lanes), self.scores[at], f32(MASKED, lanes)))
+                at, rows = span(t * self.width + j * lanes, lanes), state[j]
+                score = self._adjust(self.scores[at], rows, position)
+                if visible:
+                    sees = visible(functools.partial(self.args.row_bounds_of, rows), lanes)
+                    score = T.Select(sees, score, f32(MASKED, lanes))
+                put(self.scores, at, score)
                 put(highest[j], whole, greater(highest[j][whole], self.scores[at]))
+
+    def _position(self, walk: Walk, tile: Tile, place: Expr) -> Expr | None:
+        if "alibi" not in self.spec.logits:
+            return None
+        return let(T.cast(walk.position(tile, place), "float32"))
+
+    def _adjust(self, score: Expr, rows: Expr, position: Expr | None) -> Expr:
+        lanes = self.lanes
+        if "softcap" in self.spec.logits:
+            score = logits.cap(score, self.args.cap_limit, self.args.cap_inverse, lanes)
+        if position is not None:
+            score = logits.bias(score, self.slopes[rows], broadcast(position, lanes) - self.positions[rows], lanes)
+        return score
 
     def _weigh(self, count: Expr, biased: list[Buffer], state: list[Expr]) -> None:
         """Turn scores into weights and add them to the denominator, column after column."""
@@ -230,16 +240,13 @@ class ManyRows:
                     return span((panel * d + dim + i) * width + j * lanes, lanes)
 
                 register_tile(
-                    rows,
-                    self.vectors,
-                    lanes,
-                    count,
+                    rows, self.vectors, lanes, count,
                     init=lambda i, j: self.sums[at(i, j)] * factor[j][span(0, lanes)],
-                    left=lambda i, k, dim=dim: self.values[k * d + dim + i],
+                    left=lambda i, k, dim=dim: self.values[k * self.d_value + dim + i],
                     right=weights,
                     done=lambda i, j, value: put(self.sums, at(i, j), value),
                     keep=(lambda i, k, j: weights(k, j) != zero(lanes)) if guarded else None,
-                )
+                )  # fmt: skip
 
     def end(self, tile: Tile) -> None:
         """Divide by the denominator, transpose, and store rows and their LSE."""
@@ -252,31 +259,29 @@ class ManyRows:
             with loop(spec.d_v // 8) as c:
                 columns = [self.sums[span(at + (c * 8 + i) * width, 8)] * inverse[span(0, 8)] for i in range(8)]
                 for i, vector in enumerate(transpose8(columns)):
-                    put(self.transposed, span(i * spec.d_v + c * 8, 8), vector)
+                    put(self.strip, span(i * spec.d_v + c * 8, 8), vector)
             for dim in range(spec.d_v // 8 * 8, spec.d_v):
                 with loop(8) as i:
-                    put(self.transposed, i * spec.d_v + dim, self.sums[at + dim * width + i] * inverse[i])
+                    put(self.strip, i * spec.d_v + dim, self.sums[at + dim * width + i] * inverse[i])
             with loop(smaller(i32(8), tile.num_rows - first)) as i:
                 row = let(first + i)
-                args.store_row(tile, row, lambda dim, lanes, i=i: self.transposed[span(i * spec.d_v + dim, lanes)])
+                args.store_row(tile, row, lambda dim, lanes, i=i: self.strip[span(i * spec.d_v + dim, lanes)])
                 args.store_lse(tile, row, self.maximum[row], self.denominator[row])
 
-    def _convert(self, pool: Any, slots: Buffer, base: Expr, count: Expr, out: Buffer, d: int) -> None:
-        with loop(count) as t:
-            slot = let(slots[base + t])
-            for offset, lanes in pieces(d):
-                value = pool.data[span(slot + i64(offset), lanes)]
-                put(out, span(t * d + offset, lanes), to_float(value, self.spec.kv_dtype, lanes))
+    def _load_value(self, slot: Expr, t: Expr) -> None:
+        for offset, lanes in pieces(self.spec.d_v):
+            value = to_float(self.args.v.data[span(slot + i64(offset), lanes)], self.spec.kv_dtype, lanes)
+            put(self.values, span(t * self.spec.d_v + offset, lanes), value)
 
     def _find_nonfinite(self, count: Expr, broken: Buffer) -> None:
         """Set ``broken`` if a value of the block is NaN or infinite: zero weights must not multiply it."""
-        d = self.spec.d_v
+        size = let(count * self.d_value)
         trace = registers(8)
         put(trace, span(0, 8), zero(8))
-        with loop(T.truncdiv(count * d, 8)) as i:
+        with loop(T.truncdiv(size, 8)) as i:
             value = self.values[span(i * 8, 8)]
             put(trace, span(0, 8), trace[span(0, 8)] + (value - value))
-        with loop(T.truncdiv(count * d, 8) * 8, count * d) as i:
+        with loop(T.truncdiv(size, 8) * 8, size) as i:
             put(trace, 0, trace[0] + (self.values[i] - self.values[i]))
         with loop(8) as i, when(trace[i] != f32(0.0)):
             put(broken, 0, i32(1))
@@ -285,7 +290,7 @@ class ManyRows:
         """Prefetch the next block: per group of columns, its keys and values spread over the steps of a tile."""
         size = 4 if self.spec.kv_dtype == "float32" else 2
         steps, tokens = self.spec.d_qk, self.config.tokens
-        lines = [-(-d * size // LINE) for d in (self.spec.d_qk, self.spec.d_v)]
+        lines = [-(-d * size // LINE) for d in (self.spec.d_qk, 0 if self.spec.shared else self.spec.d_v)]
         total = tokens * sum(lines)
         every, each = max(1, steps // total), -(-total // steps)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from tvm.script import tirx as T
 
-from .emit import Expr, broadcast, f32, greater, typed
+from .emit import Expr, broadcast, f32, greater, let, typed
 from .vectors import fma
 
 LOG2_E = float(np.log2(np.e))
@@ -46,6 +46,15 @@ def weight(score: Expr, biased_max: Expr, lanes: int) -> Expr:
     for coefficient in EXP2[1:]:
         power = fma(power, fraction, f32(coefficient, lanes), lanes)
     return power * power_of_two(whole - biased_max, lanes)
+
+
+def start(sink: Expr | None) -> tuple[Expr, Expr]:
+    """Return the maximum and denominator of a row before its first key: those of its sink logit, if it has one."""
+    if sink is None:
+        return f32(NOTHING), f32(0.0)
+    score = let(greater(f32(NOTHING), sink * f32(LOG2_E)))
+    maximum = let(T.ceil(score))
+    return maximum, weight(score, maximum - f32(BIAS), 1)
 
 
 def normaliser(denominator: Expr, lanes: int) -> Expr:

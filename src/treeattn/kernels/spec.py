@@ -8,9 +8,27 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Dtypes, head dimensions and the form of the mask (`Mask.form`).
+    """The parts that are present, their dtypes, and the head dimensions.
 
-    Head counts, page size, strides, lengths, trees and window sizes are run-time data: one kernel serves them all.
+    Parameters
+    ----------
+    d_qk, d_v : int
+        Head dimensions.
+    q_dtype, kv_dtype : str
+        Of q and the output, and of keys and values.
+    mask : tuple
+        The form of the mask (`Mask.form`).
+    rope : (style, rotary_dim), optional
+        Keys lie unrotated, and q comes unrotated: both are rotated by position while they are read.
+    logits : tuple of str
+        Of ``"softcap"``, ``"alibi"``, ``"sinks"``.
+    shared : bool
+        Values are the first ``d_v`` elements of their key's slot (MLA): read once.
+    moved : bool
+        Some sequence has dropped columns, or begins at another position than 0.
+
+    Head counts, page size, strides, lengths, trees, window sizes, soft-cap and angles are run-time data: one kernel
+    serves them all.
     """
 
     d_qk: int
@@ -18,11 +36,25 @@ class KernelSpec:
     q_dtype: str
     kv_dtype: str
     mask: tuple[Any, ...]
+    rope: tuple[str, int] | None = None
+    logits: tuple[str, ...] = ()
+    shared: bool = False
+    moved: bool = False
 
     @property
     def num_bounds(self) -> int:
         """Number of leaves of the mask: bounds each row brings."""
         return count_leaves(self.mask)
+
+    @property
+    def masks(self) -> bool:
+        """Whether any column can be invisible to a row that visits it."""
+        return bool(self.mask[0] != "full")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether scores change between product and mask."""
+        return "softcap" in self.logits or "alibi" in self.logits
 
 
 class Sizes(Protocol):

@@ -69,12 +69,7 @@ def transpose4(rows: Sequence[Expr]) -> list[Expr]:
     first, last = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
     t0, t1 = shuffle(rows[:2], low), shuffle(rows[:2], high)
     t2, t3 = shuffle(rows[2:], low), shuffle(rows[2:], high)
-    return [
-        shuffle([t0, t2], first),
-        shuffle([t0, t2], last),
-        shuffle([t1, t3], first),
-        shuffle([t1, t3], last),
-    ]
+    return [shuffle([t0, t2], first), shuffle([t0, t2], last), shuffle([t1, t3], first), shuffle([t1, t3], last)]
 
 
 def transpose8(rows: Sequence[Expr]) -> list[Expr]:

@@ -51,6 +51,27 @@ class Pool:
 
 
 @dataclass(frozen=True)
+class Moves:
+    """Columns from ``kept`` on lie ``skip`` slots further, ``gap`` positions further; column 0 is at ``begin``."""
+
+    begin: Expr
+    kept: Expr
+    gap: Expr
+    skip: Expr
+
+    def _past(self, column: Expr, shift: Expr) -> Expr:
+        return column + T.Select(column >= self.kept, shift, i32(0))
+
+    def position(self, column: Expr) -> Expr:
+        """Return the position of a column that is no node of a tree."""
+        return self.begin + self._past(column, self.gap)
+
+    def slot(self, column: Expr) -> Expr:
+        """Return the slot, counted through the sequence's pages."""
+        return self._past(column, self.skip)
+
+
+@dataclass(frozen=True)
 class Tile:
     """A work item: rows of one kv head of one sequence, and the spans of columns it visits."""
 
@@ -64,6 +85,7 @@ class Tile:
     page_begin: Expr
     prefix_len: Expr
     node_begin: Expr
+    moves: Moves | None
     group: Expr
 
     def token(self, row: Expr) -> Expr:
@@ -73,6 +95,21 @@ class Tile:
     def q_head(self, row: Expr) -> Expr:
         """Return the query head of a row of the tile."""
         return self.head * self.group + T.truncmod(self.row_begin + row, self.group)
+
+    def position_of(self, column: Expr) -> Expr:
+        """Return the position of a column that is no node of a tree."""
+        return self.moves.position(column) if self.moves else column
+
+
+@dataclass(frozen=True)
+class Block:
+    """Columns at work: where they begin in the walk's tables, where the next block's do, how many, and if partial."""
+
+    tile: Tile
+    base: Expr
+    following: Expr
+    count: Expr
+    partial: Expr
 
 
 class Walk:
@@ -86,6 +123,11 @@ class Walk:
         self.column = registers(2 * capacity, "int32")
         self.key = registers(2 * capacity, "int64")
         self.value = registers(2 * capacity, "int64")
+
+    def block(self, tile: Tile, parity: Expr) -> Block:
+        """Return the block filled last for ``parity``."""
+        base = let(parity * self.capacity)
+        return Block(tile, base, let(self.capacity - base), let(self.count[parity]), let(self.partial[parity]))
 
     def start(self, tile: Tile) -> None:
         """Stand before the first span."""
@@ -154,11 +196,15 @@ class Walk:
     def _address(self, tile: Tile, column: Expr) -> tuple[Expr, Expr, Expr]:
         """Return the offsets of key and value of a column, and how many columns its page still holds."""
         tables = self.tables
-        page = let(T.truncdiv(column, tables.page_size))
-        offset = let(column - page * tables.page_size)
+        slot = let(tile.moves.slot(column)) if tile.moves else column
+        page = let(T.truncdiv(slot, tables.page_size))
+        offset = let(slot - page * tables.page_size)
         page_id = let(tables.page_ids[tile.page_begin + page])
         key, value = (pool.address(page_id, offset, tile.head) for pool in (tables.k, tables.v))
-        return key, value, tables.page_size - offset
+        left = tables.page_size - offset
+        if tile.moves:
+            left = T.Select(column < tile.moves.kept, smaller(left, tile.moves.kept - column), left)
+        return key, value, left
 
     def _count_seeing(self, tile: Tile, column: Expr) -> tuple[Expr, Expr]:
         first = let(tile.token(i32(0)))
@@ -174,9 +220,7 @@ class Walk:
 
             inside = T.Ramp(v * LANES, 1, LANES) < broadcast(tokens, LANES)
             sees = T.Select(
-                T.bitwise_and(visible(bound, LANES), inside),
-                broadcast(i32(1), LANES),
-                broadcast(i32(0), LANES),
+                T.bitwise_and(visible(bound, LANES), inside), broadcast(i32(1), LANES), broadcast(i32(0), LANES)
             )
             put(seeing, span(0, LANES), seeing[span(0, LANES)] + sees)
         total = seeing[span(0, LANES)]
@@ -187,4 +231,11 @@ class Walk:
 
     def tester(self, tile: Tile, column: Expr) -> Callable[[Callable[[int], Expr], int], Expr]:
         """Return the test of rows against a column of the tile's sequence."""
-        return tester(self.mask, Column(column, tile.prefix_len, tile.node_begin, self.tables.nodes))
+        return tester(self.mask, self._column(tile, column))
+
+    def position(self, tile: Tile, index: Expr) -> Expr:
+        """Return the position of the column at ``index`` of the tables."""
+        return self._column(tile, let(self.column[index])).position()
+
+    def _column(self, tile: Tile, column: Expr) -> Column:
+        return Column(column, tile.prefix_len, tile.node_begin, self.tables.nodes, tile.position_of)

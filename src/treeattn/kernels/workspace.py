@@ -15,12 +15,14 @@ def many_rows(spec: KernelSpec, config: Sizes) -> Layout:
     return _lay_out({
         "scores": config.columns * config.panel,
         "keys": config.columns * spec.d_qk,
-        "values": config.columns * spec.d_v,
+        "values": 0 if spec.shared else config.columns * spec.d_v,
         "queries": config.rows * spec.d_qk,
         "sums": config.rows * spec.d_v,
         "maximum": config.rows,
         "denominator": config.rows,
-        "transposed": 8 * spec.d_v,
+        "positions": config.rows,
+        "slopes": config.rows,
+        "strip": 8 * max(spec.d_qk, spec.d_v),
     })  # fmt: skip
 
 
@@ -29,11 +31,14 @@ def few_rows(rows: int, spec: KernelSpec, config: Sizes) -> Layout:
     return _lay_out({
         "scores": 8 * config.few_columns,
         "queries": 8 * spec.d_qk,
-        "keys": 8 * spec.d_qk,
+        "keys": 32 * spec.d_qk,
         "sums": 8 * spec.d_v,
         "maximum": 8,
         "denominator": 8,
         "factor": 8,
+        "positions": 8,
+        "slopes": 8,
+        "columns_at": config.few_columns,
     })  # fmt: skip
 
 

@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 from ..arrays import to_numpy
 from ..errors import ShapeError
 from ..masks import Mask
+from ..rope import Rope
 from ..storage import Storage
-from .masks import visible
+from .masks import positions, visible
+from .rope import rotate
 from .storage import gather, sizes
+from .storage import positions as of_columns
 
 FloatArray: TypeAlias = NDArray[np.float64]
 State: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
@@ -23,7 +26,7 @@ LOG2_E = 1.4426950408889634
 
 
 def attention(
-    q: Any, kv: Storage, mask: Mask, *, q_indptr: Any = None, sm_scale: float | None = None
+    q: Any, kv: Storage, mask: Mask, *, q_indptr: Any = None, sm_scale: float | None = None, **parts: Any
 ) -> tuple[FloatArray, FloatArray]:
     """Attention by its definition, in float64.
 
@@ -39,6 +42,8 @@ def attention(
         ``[num_seqs + 1]``; ``[0, q_total]`` where there is one sequence.
     sm_scale : float, optional
         Factor of ``q . k``; ``1 / sqrt(d_qk)`` by default.
+    **parts
+        ``softcap``, ``alibi``, ``sink_logits``, ``rope`` as in `treeattn.attention`.
 
     Returns
     -------
@@ -52,7 +57,8 @@ def attention(
     ShapeError
         Heads that do not divide, or ``q_indptr`` missing or of the wrong size.
     """
-    return _dense(to_numpy(q, "q"), kv, mask, _Arithmetic(np.float64, np.matmul), q_indptr=q_indptr, sm_scale=sm_scale)
+    how = _Arithmetic(np.float64, np.matmul)
+    return _dense(to_numpy(q, "q"), kv, mask, how, _Parts(**parts), q_indptr=q_indptr, sm_scale=sm_scale)
 
 
 def low_precision(
@@ -64,6 +70,7 @@ def low_precision(
     sm_scale: float | None = None,
     folded: bool = False,
     backwards: bool = False,
+    **parts: Any,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """The same in float32, ``out`` rounded to the dtype of ``q``: the yardstick for the error of a kernel.
 
@@ -72,7 +79,7 @@ def low_precision(
     """
     q = to_numpy(q, "q")
     arithmetic = _Arithmetic(np.float32, _backwards if backwards else _forwards, folded)
-    out, lse = _dense(q, kv, mask, arithmetic, q_indptr=q_indptr, sm_scale=sm_scale)
+    out, lse = _dense(q, kv, mask, arithmetic, _Parts(**parts), q_indptr=q_indptr, sm_scale=sm_scale)
     return out.astype(q.dtype), lse
 
 
@@ -109,16 +116,40 @@ class _Arithmetic:
     product: Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]
     folded: bool = False
 
-    @np.errstate(over="ignore", invalid="ignore")  # a visible NaN or infinity is data, not a mistake
-    def attend(self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], scale: float) -> tuple[NDArray[Any], Any]:
-        """One row over its visible keys: ``q [d_qk]``, ``k [cols, d_qk]``, ``v [cols, d_v]``, cols >= 1."""
+    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # a visible NaN or infinity is data, not a mistake
+    def attend(
+        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], scale: float, cap: float | None, bias: Any, sink: Any
+    ) -> tuple[NDArray[Any], Any]:
+        """One row over its visible keys: ``q [d_qk]``, ``k [cols, d_qk]``, ``v [cols, d_v]``; logits in base 2."""
         q, k, v = (part.astype(self.work) for part in (q, k, v))
         factor = self.work(scale * LOG2_E)
         logits = self.product(k, q * factor) if self.folded else self.product(k, q) * factor
+        if cap is not None:
+            limit = self.work(cap * LOG2_E)
+            logits = limit * np.tanh(logits / limit)
+        logits = np.append(logits + self.work(LOG2_E) * bias.astype(self.work), np.array(sink, self.work) * self.work(LOG2_E))
         top = logits.max()
         weights = np.exp2(logits - top)
         total = self.product(np.ones_like(weights)[None], weights)[0]
-        return self.product(v.T, weights) / total, top + np.log2(total)
+        return self.product(v.T, weights[: len(k)]) / total, top + np.log2(total)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    softcap: float | None = None
+    alibi: Any = None
+    sink_logits: Any = None
+    rope: Rope | None = None
+
+    def turned(self, x: NDArray[Any], positions: NDArray[np.int64], seq_len: int) -> NDArray[Any]:
+        return x if self.rope is None else rotate(x, positions, self.rope, seq_len)
+
+    def bias(self, head: int, distance: NDArray[np.int64]) -> NDArray[np.float64]:
+        slope = 0.0 if self.alibi is None else float(self.alibi[head])
+        return slope * distance.astype(np.float64)
+
+    def sink(self, head: int) -> list[float]:
+        return [] if self.sink_logits is None else [float(self.sink_logits[head])]
 
 
 def _forwards(matrix: NDArray[Any], vector: NDArray[Any]) -> NDArray[Any]:
@@ -131,7 +162,7 @@ def _backwards(matrix: NDArray[Any], vector: NDArray[Any]) -> NDArray[Any]:
 
 
 def _dense(
-    q: NDArray[Any], kv: Storage, mask: Mask, how: _Arithmetic, *, q_indptr: Any, sm_scale: float | None
+    q: NDArray[Any], kv: Storage, mask: Mask, how: _Arithmetic, parts: _Parts, *, q_indptr: Any, sm_scale: float | None
 ) -> State:
     q_total, q_heads, d_qk = q.shape
     num_seqs, kv_heads, d_v = sizes(kv)
@@ -142,19 +173,29 @@ def _dense(
     out: NDArray[Any] = np.zeros((q_total, q_heads, d_v), how.work)
     lse: NDArray[Any] = np.full((q_total, q_heads), -np.inf, how.work)
     indptr = _indptr(q_indptr, q_total, num_seqs)
+    seq_len = _longest(kv, num_seqs) if parts.rope else 0
     for seq in range(num_seqs):
-        begin, end = indptr[seq], indptr[seq + 1]
+        rows = slice(indptr[seq], indptr[seq + 1])
         k, v = gather(kv, seq)
-        seen = visible(mask, seq, end - begin, len(k))
-        for row in range(begin, end):
-            cols = np.flatnonzero(seen[row - begin])
-            if cols.size == 0:
-                continue
+        shape = seq, rows.stop - rows.start, len(k), of_columns(kv, seq, len(k))
+        seen, (of_rows, of_cols) = visible(mask, *shape), positions(mask, *shape)
+        k, queries = parts.turned(k, of_cols, seq_len), parts.turned(q[rows], of_rows, seq_len)
+        for row, query in enumerate(queries):
+            cols = np.flatnonzero(seen[row])
             for head in range(q_heads):
-                kv_head = head // group
-                keys, values = k[cols, kv_head], v[cols, kv_head]
-                out[row, head], lse[row, head] = how.attend(q[row, head], keys, values, scale)
+                sink = parts.sink(head)
+                if cols.size == 0 and not sink:
+                    continue
+                keys, values = k[cols, head // group], v[cols, head // group]
+                bias = parts.bias(head, of_cols[cols] - of_rows[row])
+                state = how.attend(query[head], keys, values, scale, parts.softcap, bias, sink)
+                out[rows.start + row, head], lse[rows.start + row, head] = state
     return out, lse
+
+
+def _longest(kv: Storage, num_seqs: int) -> int:
+    ends = [of_columns(kv, seq, len(gather(kv, seq)[0]))[-1:] for seq in range(num_seqs)]
+    return 1 + max((int(end[0]) for end in ends if len(end)), default=0)
 
 
 def _indptr(q_indptr: Any, q_total: int, num_seqs: int) -> list[int]:

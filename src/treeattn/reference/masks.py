@@ -23,6 +23,7 @@ class _Sequence:
     q_len: int
     kv_len: int
     parents: list[int] | None
+    of_prefix: Index
 
     @property
     def rows(self) -> Index:
@@ -35,15 +36,18 @@ class _Sequence:
     @property
     def positions(self) -> tuple[Index, Index]:
         """Positions of rows ``[q_len, 1]`` and columns ``[1, kv_len]``: by index, and in a tree by depth."""
-        if self.parents is None:
-            return self.rows + self.kv_len - self.q_len, self.cols
-        prefix_len = self.kv_len - len(self.parents)
-        of_nodes = [prefix_len + len(_path(self.parents, node)) - 1 for node in range(len(self.parents))]
-        of_cols = np.array([*range(prefix_len), *of_nodes], np.int64)
-        return of_cols[self.kv_len - self.q_len :, None], of_cols[None, :]
+        of_cols = self.of_prefix
+        if self.parents is not None:
+            prefix_len = self.kv_len - len(self.parents)
+            depths = [len(_path(self.parents, node)) - 1 for node in range(len(self.parents))]
+            first = int(of_cols[prefix_len]) if self.parents else 0
+            of_cols = np.array([*of_cols[:prefix_len], *(first + depth for depth in depths)], np.int64)
+        if self.q_len <= self.kv_len:
+            return of_cols[self.kv_len - self.q_len :, None], of_cols[None, :]
+        return self.rows + self.kv_len - self.q_len, of_cols[None, :]
 
 
-def visible(mask: Mask, seq: int, q_len: int, kv_len: int) -> BoolArray:
+def visible(mask: Mask, seq: int, q_len: int, kv_len: int, of_prefix: Index | None = None) -> BoolArray:
     """Whether each row of a sequence sees each column.
 
     Parameters
@@ -54,12 +58,27 @@ def visible(mask: Mask, seq: int, q_len: int, kv_len: int) -> BoolArray:
         Sequence of the batch: which tree, which lengths.
     q_len, kv_len : int
         Rows and columns of this sequence.
+    of_prefix : int64 ``[kv_len]``, optional
+        Positions of the columns were there no tree; their indices by default.
 
     Returns
     -------
     visible : bool ``[q_len, kv_len]``
     """
-    return _evaluate(mask, _Sequence(seq, q_len, kv_len, _parents(mask, seq, q_len, kv_len)))
+    return _evaluate(mask, _sequence(mask, seq, q_len, kv_len, of_prefix))
+
+
+def positions(
+    mask: Mask, seq: int, q_len: int, kv_len: int, of_prefix: Index | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Positions of rows ``[q_len]`` and columns ``[kv_len]``; parameters as in `visible`."""
+    of_rows, of_cols = _sequence(mask, seq, q_len, kv_len, of_prefix).positions
+    return of_rows[:, 0], of_cols[0]
+
+
+def _sequence(mask: Mask, seq: int, q_len: int, kv_len: int, of_prefix: Index | None) -> _Sequence:
+    columns = np.arange(kv_len) if of_prefix is None else of_prefix
+    return _Sequence(seq, q_len, kv_len, _parents(mask, seq, q_len, kv_len), columns)
 
 
 def _evaluate(mask: Mask, at: _Sequence) -> BoolArray:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..arrays import to_numpy
 from ..errors import UnsupportedError
-from ..storage import PagedKV, RaggedKV, Storage
+from ..storage import LatentKV, PagedKV, RaggedKV, Storage
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
@@ -38,6 +38,8 @@ def gather(kv: Storage, seq: int) -> tuple[FloatArray, FloatArray]:
         return _gather_ragged(kv, seq)
     if isinstance(kv, PagedKV):
         return _gather_paged(kv, seq)
+    if isinstance(kv, LatentKV):
+        return _gather_latent(kv, seq)
     raise _unknown(kv)
 
 
@@ -49,7 +51,28 @@ def sizes(kv: Storage) -> tuple[int, int, int]:
     if isinstance(kv, PagedKV):
         pages = to_numpy(kv.pages, "pages")
         return len(to_numpy(kv.page_indptr, "page_indptr")) - 1, pages.shape[2], pages.shape[4]
+    if isinstance(kv, LatentKV):
+        return len(to_numpy(kv.page_indptr, "page_indptr")) - 1, 1, kv.d_latent
     raise _unknown(kv)
+
+
+def positions(kv: Storage, seq: int, count: int) -> NDArray[np.int64]:
+    """Positions of the first ``count`` columns of a sequence: those past ``kept`` follow the dropped tokens."""
+    kept, dropped = (getattr(kv, name, None) for name in ("kept", "dropped"))
+    gap = 0 if dropped is None else int(dropped[seq])
+    first = 0 if kept is None else int(kept[seq])
+    return np.array([column if column < first else column + gap for column in range(count)], np.int64)
+
+
+def _gather_latent(kv: LatentKV, seq: int) -> tuple[FloatArray, FloatArray]:
+    pages, page_ids = to_numpy(kv.pages, "pages"), to_numpy(kv.page_ids, "page_ids")
+    begin, end = (int(offset) for offset in to_numpy(kv.page_indptr, "page_indptr")[seq : seq + 2])
+    page_size = pages.shape[1]
+    kv_len = (end - begin - 1) * page_size + int(to_numpy(kv.last_page_len, "last_page_len")[seq]) if end > begin else 0
+    k = _empty(kv_len, (1, pages.shape[2]))
+    for position in range(kv_len):
+        k[position, 0] = pages[page_ids[begin + position // page_size], position % page_size]
+    return k, k[..., : kv.d_latent]
 
 
 def _gather_ragged(kv: RaggedKV, seq: int) -> tuple[FloatArray, FloatArray]:

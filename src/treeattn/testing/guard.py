@@ -78,10 +78,7 @@ class Canaries:
 
     def check(self) -> None:
         """Raise ``AssertionError`` if a byte around the array was written."""
-        before, after = (
-            self.surroundings[:CANARY_BYTES],
-            self.surroundings[CANARY_BYTES + self.array.nbytes :],
-        )
+        before, after = (self.surroundings[:CANARY_BYTES], self.surroundings[CANARY_BYTES + self.array.nbytes :])
         for margin, where in ((before[::-1], "before the start"), (after, "after the end")):
             harmed = np.flatnonzero(margin != CANARY)
             if harmed.size:

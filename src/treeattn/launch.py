@@ -1,0 +1,139 @@
+"""One layer of a plan: compare the arrays with what was planned, and call the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import IntArray, View, as_kind, empty_like_kind, view
+from .errors import DTypeError, ShapeError
+from .logits import LogitParts
+from .rope import TABLE_LOW
+from .storage import Pools, Storage
+
+if TYPE_CHECKING:
+    from .plan import Work
+
+LOG2_E = float(np.log2(np.e))
+
+
+@dataclass
+class Launch:
+    """A compiled kernel with the constants of a plan."""
+
+    kernel: Any
+    storage: Storage
+    work: Work
+    parts: LogitParts
+    q_total: int
+    q_heads: int
+    threads: int
+    sm_scale: float
+
+    def __post_init__(self) -> None:
+        self.local = threading.local()
+        self.pools, self.table = self.storage.pools, self.storage.table
+        self.q_dtype = self.kernel.spec.q_dtype
+        self.static = self._static()
+        self.pointers = tuple(_pointer(array) for array in self.static)
+
+    def run(self, q: Any, kv: Storage | None, out: Any, check: bool) -> tuple[Any, Any]:
+        """Launch with the arrays of one layer."""
+        queries, pools = view(q, "q"), self.pools if kv is None else kv.pools
+        if check:
+            self._check(queries, pools)
+        shape = (self.q_total, self.q_heads, pools.d_v)
+        result = empty_like_kind(q, shape, self.q_dtype) if out is None else out
+        lse = empty_like_kind(q, shape[:2], "float32")
+        target = view(result, "out")
+        if out is not None:
+            self._check_out(target, result, shape)
+        if self.work.items.size:
+            self._call(queries, pools, target, view(lse, "lse"))
+        return (as_kind(result, q) if out is None else out), as_kind(lse, q)
+
+    def _call(self, q: View, pools: Pools, out: View, lse: View) -> None:
+        layer = (q.pointer, pools.k.pointer, pools.v.pointer, out.pointer, lse.pointer)
+        cap = (self.parts.softcap or 1.0) * LOG2_E
+        self.kernel(
+            *map(ctypes.c_void_p, layer), *self.pointers, *map(_pointer, self._workspace()),
+            self.threads, self.q_heads // pools.kv_heads, self.table.page_size, self.work.bounds.shape[1],
+            self.sm_scale, cap, 1 / cap, *q.strides[:2], *out.strides[:2], lse.strides[0],
+            *pools.k_strides, *pools.v_strides,
+        )  # fmt: skip
+
+    def _static(self) -> tuple[NDArray[Any], ...]:
+        """Arrays of the plan, in the order of the kernel's arguments; an absent part is never read."""
+        work, parts, absent = self.work, self.parts, np.zeros(1, np.float32)
+        low, high = self._angles() if parts.rope else (absent, absent)
+        alibi, sinks = (absent if part is None else part for part in (parts.alibi, parts.sink_logits))
+        return (
+            work.items, work.item_indptr, work.seqs, work.spans, self.table.page_ids, work.bounds, work.positions,
+            work.nodes, low, high, alibi, sinks,
+        )  # fmt: skip
+
+    def _angles(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the two tables of angles for every position that occurs.
+
+        Scalings that depend on the length of a sequence take the longest of the batch, as in a padded batch.
+        """
+        assert self.parts.rope is not None
+        last = int(self.work.last_position)
+        tables = self.parts.rope.tables(self.pools.d_qk, last, last + 1)
+        return tables[:TABLE_LOW], tables[TABLE_LOW:]
+
+    def _workspace(self) -> tuple[NDArray[np.float32], IntArray]:
+        if not hasattr(self.local, "arrays"):
+            leaves, rows = self.kernel.spec.num_bounds, self.kernel.config.rows
+            floats = np.empty(self.threads * self.kernel.workspace_floats + 16, np.float32)
+            skip = -floats.ctypes.data % 64 // 4
+            self.local.arrays = floats[skip:], np.empty(self.threads * leaves * rows, np.int32)
+        arrays: tuple[NDArray[np.float32], IntArray] = self.local.arrays
+        return arrays
+
+    def _check(self, q: View, pools: Pools) -> None:
+        wanted = (self.q_total, self.q_heads, self.pools.d_qk)
+        if q.shape != wanted:
+            raise ShapeError(
+                f"q: expected shape [q_total, q_heads, d_qk] = {list(wanted)} as planned, got {list(q.shape)}"
+            )
+        if q.dtype != self.q_dtype:
+            raise DTypeError(
+                f"q: expected dtype {self.q_dtype} as planned, got {q.dtype}; make a plan with dtype={q.dtype!r}"
+            )
+        if pools is self.pools:
+            return
+        for name in ("kv_heads", "d_qk", "d_v", "dtype"):
+            got, planned = getattr(pools, name), getattr(self.pools, name)
+            if got != planned:
+                raise ShapeError(f"kv: expected {name} {planned} as planned, got {got}; make a plan for this layout")
+        if pools.num_pages < self.pools.num_pages:
+            raise ShapeError(
+                f"kv: expected at least {self.pools.num_pages} pages or rows as planned, got {pools.num_pages}"
+            )
+        size, planned_size = pools.k.shape, self.pools.k.shape
+        if len(size) != len(planned_size) or size[1:] != planned_size[1:]:
+            raise ShapeError(
+                f"kv: expected keys {list(planned_size)} as planned, got {list(size)}; make a plan for this layout"
+            )
+
+    def _check_out(self, target: View, out: Any, shape: tuple[int, ...]) -> None:
+        if target.shape != shape:
+            raise ShapeError(f"out: expected shape {list(shape)}, got {list(target.shape)}")
+        if target.dtype != self.q_dtype:
+            raise DTypeError(f"out: expected dtype {self.q_dtype} as q has, got {target.dtype}")
+        if target.owner is not out:
+            raise ShapeError(
+                "out: expected aligned memory with a contiguous last axis, got another layout; pass out=None"
+            )
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise ShapeError("out: expected writable memory, got a read-only array; pass out=None")
+
+
+def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.__array_interface__["data"][0])
