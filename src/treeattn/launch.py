@@ -89,7 +89,7 @@ class Launch:
 
     def _workspace(self) -> tuple[NDArray[np.float32], IntArray]:
         if not hasattr(self.local, "arrays"):
-            leaves, rows = self.kernel.spec.num_bounds, self.kernel.config.rows
+            leaves, rows = self.kernel.spec.num_bounds, max(self.kernel.config.rows, 8)
             floats = np.empty(self.threads * self.kernel.workspace_floats + 16, np.float32)
             skip = -floats.ctypes.data % 64 // 4
             self.local.arrays = floats[skip:], np.empty(self.threads * leaves * rows, np.int32)

@@ -8,8 +8,8 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from .emit import Buffer, Expr, broadcast, f32, flat, i64, let, part, pointer, put, scalar, span
-from .rotation import Load, Store, angle, rotate
+from .emit import Buffer, Expr, broadcast, either, f32, flat, i64, let, part, pointer, put, scalar, span
+from .rotation import LOW, Load, Store, angle, rotate
 from .softmax import LOG2_E, start
 from .spec import KernelSpec, Sizes
 from .vectors import from_float, pieces, to_float
@@ -19,6 +19,7 @@ from .workspace import workspace_floats
 ITEM_FIELDS = 7  # kind, sequence, kv head, first row, rows, first span, past the last span
 FIXED_FIELDS = 4  # of a sequence: q_begin, page_begin, prefix_len, node_begin
 SEQ_FIELDS = 8  # and, where columns moved: position_begin, kept, gap, skip
+MOST_FEW = 8  # rows of the largest tile for few rows
 EXTENT = 2**48  # of pools, whose size the kernel need not know
 
 POINTERS = {
@@ -33,6 +34,15 @@ SCALARS = {
     "out_head": "int64", "lse_token": "int64", "k_page": "int64", "k_slot": "int64", "k_head": "int64",
     "v_page": "int64", "v_slot": "int64", "v_head": "int64",
 }  # fmt: skip
+
+
+def declare(spec: KernelSpec) -> dict[str, Any]:
+    """Declare the function's arguments."""
+    dtypes = {"q": spec.q_dtype, "kv": spec.kv_dtype}
+    pointers = [(name, dtypes.get(dtype, dtype)) for name, dtype in POINTERS.items()]
+    handles = [pointer(name, dtype) for name, dtype in pointers]
+    values = {name: scalar(name, dtype) for name, dtype in SCALARS.items()}
+    return values | {name: flat(handle, dtype, EXTENT) for (name, dtype), handle in zip(pointers, handles, strict=True)}
 
 
 class Arguments:
@@ -66,16 +76,14 @@ class Arguments:
     out_token: Expr
     out_head: Expr
     lse_token: Expr
+    row_bounds: Buffer
 
-    def __init__(self, spec: KernelSpec, config: Sizes) -> None:
+    def __init__(self, spec: KernelSpec, config: Sizes, values: dict[str, Any]) -> None:
         self.spec, self.config = spec, config
-        dtypes = {"q": spec.q_dtype, "kv": spec.kv_dtype}
-        pointers = [(name, dtypes.get(dtype, dtype)) for name, dtype in POINTERS.items()]
-        handles = [pointer(name, dtype) for name, dtype in pointers]
-        values = {name: scalar(name, dtype) for name, dtype in SCALARS.items()}
-        values |= {name: flat(handle, dtype, EXTENT) for (name, dtype), handle in zip(pointers, handles, strict=True)}
         self.k, self.v = (Pool(values[x], *(values[f"{x}_{step}"] for step in ("page", "slot", "head"))) for x in "kv")
-        self.row_bounds, self.row_stride = values["row_bounds"], config.rows
+        self.row_stride = max(config.rows, MOST_FEW)
+        self.rotates: Expr | None = values.get("rotates")  # where rotation is decided at run time
+        self.low_rows = values.get("low_rows", LOW)
         for name in values.keys() & Arguments.__annotations__.keys():
             setattr(self, name, values[name])
 
@@ -126,12 +134,22 @@ class Arguments:
 
     def _load_rotated(self, position: Expr | None, load: Load, store: Store) -> None:
         d = self.spec.d_qk
-        if self.spec.rope is None:
+
+        def plain() -> None:
             for dim, lanes in pieces(d):
                 store(dim, lanes, load(dim, lanes))
-            return
-        style, rotary_dim = self.spec.rope
-        rotate(style, rotary_dim, d, angle(self.rope_low, self.rope_high, position, rotary_dim), load, store)
+
+        def turned() -> None:
+            style, rotary_dim = self.spec.rope
+            at = angle(self.rope_low, self.rope_high, position, rotary_dim, self.low_rows)
+            rotate(style, rotary_dim, d, at, load, store)
+
+        if self.spec.rope is None:
+            plain()
+        elif self.rotates is None:
+            turned()
+        else:
+            either(self.rotates, turned, plain)
 
     def start_row(self, row_tile: Any, tile: Tile, row: Expr, real: Expr) -> None:
         """Prepare place ``row`` of a tile for row ``real``: empty state, bounds, and what its logits need."""
@@ -162,4 +180,4 @@ class Arguments:
     def store_lse(self, tile: Tile, row: Expr, maximum: Expr, denominator: Expr) -> None:
         """Store the base-2 log-sum-exp of a row."""
         at = i64(tile.token(row)) * self.lse_token + i64(tile.q_head(row))
-        put(self.lse, at, maximum + T.log2(denominator))
+        put(self.lse, at, (maximum + T.log2(denominator)).astype(self.lse.ty.dtype))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from .arguments import Arguments
+from .arguments import Arguments, declare
 from .emit import PrimFunc, i32, let, loop, parallel, prim_func, put, registers, when, while_
 from .rows_few import FewRows
 from .rows_many import ManyRows
@@ -26,21 +26,26 @@ def attention(spec: KernelSpec, config: Sizes) -> PrimFunc:
     """
 
     def body() -> None:
-        args = Arguments(spec, config)
-        with parallel(args.threads) as thread:
-            args.of_thread(thread)
-            tiles = row_tiles(spec, config, args)
-            walk = Walk(config.columns, args, spec.mask)
-            with loop(args.item_indptr[thread], args.item_indptr[thread + 1]) as item:
-                _run_item(args.tile(item), walk, tiles)
+        run_items(Arguments(spec, config, declare(spec)))
 
     return prim_func("attention", body)
+
+
+def run_items(args: Arguments) -> None:
+    """Run every work item, each thread its own."""
+    spec, config = args.spec, args.config
+    with parallel(args.threads) as thread:
+        args.of_thread(thread)
+        tiles = row_tiles(spec, config, args)
+        walk = Walk(max(config.columns, config.few_columns), args, spec.mask)
+        with loop(args.item_indptr[thread], args.item_indptr[thread + 1]) as item:
+            _run_item(args.tile(item), walk, tiles)
 
 
 def row_tiles(spec: KernelSpec, config: Sizes, args: Arguments) -> list[Any]:
     """Return the row tiles, in the order of an item's ``kind``: few rows by `TileConfig.few`, then many."""
     few = [FewRows(rows, spec, config, args) for rows in config.few]
-    return [*few, ManyRows(spec, config, args)]
+    return [*few, ManyRows(spec, config, args)] if config.has_many else few
 
 
 def _run_item(tile: Tile, walk: Walk, tiles: list[Any]) -> None:

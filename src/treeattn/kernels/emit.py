@@ -43,6 +43,31 @@ def flat(data: Expr, dtype: str, extent: int) -> Buffer:
     return I.decl_buffer((T.int64(extent),), stored_dtype(dtype), data=data)
 
 
+def tensor(name: str) -> Expr:
+    """Declare a tensor argument (DLPack), given its shape and dtype by `matched`."""
+    return I.arg(name, I.handle())
+
+
+def symbol(dtype: str = "int32") -> Expr:
+    """Make a size or offset that `matched` finds out."""
+    return getattr(I, dtype)()
+
+
+def matched(handle: Expr, shape: tuple[Expr, ...], dtype: str, offset: Expr | None = None) -> Buffer:
+    """Check a tensor argument's shape and dtype, and see it as a buffer."""
+    return I.match_buffer(handle, shape, dtype, elem_offset=offset)
+
+
+def flattened(buffer: Buffer, dtype: str, offset: Expr = 0) -> Buffer:
+    """See a matched buffer as a flat one, ``offset`` elements further."""
+    return I.decl_buffer((T.int64(2**48),), dtype, data=buffer.data, elem_offset=buffer.ty.elem_offset + offset)
+
+
+def allocate(size: Expr, dtype: str) -> Buffer:
+    """Allocate scratch memory of any size."""
+    return I.alloc_buffer((size,), dtype)
+
+
 def stored_dtype(dtype: str) -> str:
     """Return the dtype memory is declared with: bfloat16 travels as uint16, kernels convert it themselves."""
     return "uint16" if dtype == "bfloat16" else dtype

@@ -1,4 +1,4 @@
-"""RoPE in registers, from two small tables: the angle of position ``p`` is that of ``p // LOW * LOW`` plus ``p % LOW``.
+"""RoPE in registers, from two small tables: position ``p`` turns by the angles of ``p // LOW * LOW`` and ``p % LOW``.
 
 Tables hold ``[row][cos, sin][rotary_dim / 2]``. Both row tiles rotate by the same multiply-adds, so a key has the
 same bits wherever it is read.
@@ -39,12 +39,11 @@ class Angle:
         return cos, sin
 
 
-def angle(low: Buffer, high: Buffer, position: Expr, rotary_dim: int) -> Angle:
+def angle(low: Buffer, high: Buffer, position: Expr, rotary_dim: int, rows: int) -> Angle:
     """Find the angle of a position; negative ones count as 0."""
     place = let(T.max(position, 0))
-    return Angle(
-        low, high, let(T.truncmod(place, LOW) * rotary_dim), let(T.truncdiv(place, LOW) * rotary_dim), rotary_dim // 2
-    )
+    low_row, high_row = let(T.truncmod(place, rows) * rotary_dim), let(T.truncdiv(place, rows) * rotary_dim)
+    return Angle(low, high, low_row, high_row, rotary_dim // 2)
 
 
 def rotate(style: str, rotary_dim: int, size: int, at: Angle, load: Load, store: Store) -> None:

@@ -44,7 +44,9 @@ def few_rows(rows: int, spec: KernelSpec, config: Sizes) -> Layout:
 
 def workspace_floats(spec: KernelSpec, config: Sizes) -> int:
     """Return the floats of scratch memory a thread needs."""
-    layouts = [many_rows(spec, config), *(few_rows(rows, spec, config) for rows in config.few)]
+    layouts = [few_rows(rows, spec, config) for rows in config.few]
+    if config.has_many:
+        layouts.append(many_rows(spec, config))
     return max(_padded(offset + size) for layout in layouts for offset, size in layout.values())
 
 

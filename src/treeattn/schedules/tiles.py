@@ -50,6 +50,11 @@ class TileConfig:
         """The ``kind`` of the tile for many rows: the one after the few."""
         return len(self.few)
 
+    @property
+    def has_many(self) -> bool:
+        """Whether there is a tile for many rows; a kernel for decode alone has none."""
+        return self.rows > max(self.few, default=0)
+
     def legal(self, spec: KernelSpec, traits: TargetTraits) -> list[str]:
         """Return the reasons why this configuration cannot run ``spec``; none if it can."""
         width = traits.vector_bits // 32
