@@ -134,13 +134,13 @@ class Arguments:
 
     def _load_rotated(self, position: Expr | None, load: Load, store: Store) -> None:
         d = self.spec.d_qk
+        style, rotary_dim = self.spec.rope or ("neox", 0)
 
         def plain() -> None:
             for dim, lanes in pieces(d):
                 store(dim, lanes, load(dim, lanes))
 
         def turned() -> None:
-            style, rotary_dim = self.spec.rope
             at = angle(self.rope_low, self.rope_high, position, rotary_dim, self.low_rows)
             rotate(style, rotary_dim, d, at, load, store)
 

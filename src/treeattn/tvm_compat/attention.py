@@ -270,8 +270,8 @@ class Rotation:
         theta = T.cast(call["rope_theta"], "float64")
         rows = let(T.truncdiv(last, LOW_ROWS) + 1)
         low, high = angles(
-            lambda pair: self.frequency(pair, theta), call["rope_scale"], self.size, self.rotary_dim // 2, LOW_ROWS, rows,
-            wanted,
+            lambda pair: self.frequency(pair, theta), call["rope_scale"], self.size, self.rotary_dim // 2, LOW_ROWS,
+            rows, wanted,
         )  # fmt: skip
         positions = flattened(call["q_rope_position"], "int32")
         return {"rope_low": low, "rope_high": high, "positions": positions, "rotates": wanted, "low_rows": LOW_ROWS}
