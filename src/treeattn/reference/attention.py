@@ -116,7 +116,7 @@ class _Arithmetic:
     product: Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]
     folded: bool = False
 
-    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # a visible NaN or infinity is data, not a mistake
+    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # a visible NaN or infinity is data, no mistake
     def attend(
         self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], scale: float, cap: float | None, bias: Any, sink: Any
     ) -> tuple[NDArray[Any], Any]:
@@ -127,7 +127,9 @@ class _Arithmetic:
         if cap is not None:
             limit = self.work(cap * LOG2_E)
             logits = limit * np.tanh(logits / limit)
-        logits = np.append(logits + self.work(LOG2_E) * bias.astype(self.work), np.array(sink, self.work) * self.work(LOG2_E))
+        logits = np.append(
+            logits + self.work(LOG2_E) * bias.astype(self.work), np.array(sink, self.work) * self.work(LOG2_E)
+        )
         top = logits.max()
         weights = np.exp2(logits - top)
         total = self.product(np.ones_like(weights)[None], weights)[0]
