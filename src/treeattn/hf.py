@@ -65,6 +65,18 @@ REFUSED_ROPE = {
     "mrope_section": "positions on several axes; delete the key to run text alone, whose axes agree",
 }
 
+HF_NAMES = {"original_max_position": "original_max_position_embeddings"}
+LLAMA_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position")
+YARN_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+SCALING_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required and optional, by our names
+    "linear": (("factor",), ()),
+    "dynamic": (("factor", "original_max_position"), ()),
+    "llama3": (LLAMA_KEYS, ()),
+    "llama4": (LLAMA_KEYS, ()),
+    "yarn": (("factor", "original_max_position"), YARN_KEYS),
+    "longrope": (("short_factor", "long_factor", "original_max_position"), ("factor", "attention_factor")),
+}
+
 
 @dataclass(frozen=True)
 class LatentSpec:
@@ -261,12 +273,8 @@ def _head_dim(config: Config) -> int:
 def _latent(config: Config) -> LatentSpec | None:
     if config.get("kv_lora_rank") is None:
         return None
-    return LatentSpec(
-        d_latent=_count(config, "kv_lora_rank"),
-        d_rope=_count(config, "qk_rope_head_dim"),
-        d_nope=_count(config, "qk_nope_head_dim"),
-        d_v=_count(config, "v_head_dim"),
-    )
+    keys = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    return LatentSpec(*[_count(config, key) for key in keys])
 
 
 def _sm_scale(config: Config, head_dim: int, latent: LatentSpec | None) -> float:
@@ -274,8 +282,8 @@ def _sm_scale(config: Config, head_dim: int, latent: LatentSpec | None) -> float
         scaling = rope_from_hf_config(config).scaling
         growth = yarn_mscale(scaling.factor, scaling.mscale_all_dim or 0) if scaling else 1.0
         return growth**2 / math.sqrt(latent.d_nope + latent.d_rope)
-    multiplier = _real(config, "attention_multiplier")  # Granite's
-    return multiplier or 1 / math.sqrt(_real(config, "query_pre_attn_scalar") or head_dim)
+    scale: float = (_real(config, "query_pre_attn_scalar") or head_dim) ** -0.5
+    return _real(config, "attention_multiplier") or scale  # Granite's
 
 
 def _layer_types(config: Config, num_layers: int) -> list[str]:
@@ -287,7 +295,7 @@ def _layer_types(config: Config, num_layers: int) -> list[str]:
     elif every:
         names = [_layer_name((layer + 1) % every != 0) for layer in range(num_layers)]
     elif config["model_type"] == "smollm3":
-        names = [_layer_name(has_window and not has_rope) for has_rope in _has_rope(config, num_layers)]
+        names = [_layer_name(not has_rope) for has_rope in _has_rope(config, num_layers)]
     else:
         first = config.get("max_window_layers", 0) if config.get("use_sliding_window") else 0
         names = [_layer_name(has_window and layer >= first) for layer in range(num_layers)]
@@ -345,9 +353,9 @@ def _rope_parameters(config: Config, layer_type: str | None) -> Config:
     local = {"rope_theta": config.get("rope_local_base_freq")} if layer_type == "sliding_attention" else {}
     if any(isinstance(value, Mapping) for value in parameters.values()):
         if layer_type not in parameters:
+            names = ", ".join(parameters)
             raise UnsupportedError(
-                f"layer_type: expected one of {', '.join(parameters)}, got {layer_type}; "
-                f"{key} differs from layer to layer, so say which is meant"
+                f"layer_type: expected one of {names}, got {layer_type}; layers differ, so say which"
             )
         return {**local, **(parameters[layer_type] or {})}
     return local if local.get("rope_theta") is not None else parameters
@@ -384,20 +392,6 @@ def _scaling(config: Config, parameters: Config) -> RopeScaling | None:
     values = {key: given[key] for key in (*required, *optional) if given.get(key) is not None}
     scaling: RopeScaling = getattr(RopeScaling, kind)(**values)
     return scaling
-
-
-HF_NAMES = {"original_max_position": "original_max_position_embeddings"}
-SCALING_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required and optional, by our names
-    "linear": (("factor",), ()),
-    "dynamic": (("factor", "original_max_position"), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position"), ()),
-    "llama4": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position"), ()),
-    "yarn": (
-        ("factor", "original_max_position"),
-        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
-    ),
-    "longrope": (("short_factor", "long_factor", "original_max_position"), ("factor", "attention_factor")),
-}
 
 
 def _scaling_values(config: Config, parameters: Config, kind: str) -> dict[str, Any]:

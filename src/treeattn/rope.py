@@ -389,7 +389,8 @@ def _longrope(scaling: RopeScaling, theta: float, dim: int, seq_len: int) -> Flo
     name, factors = ("long_factor", scaling.long_factor) if is_long else ("short_factor", scaling.short_factor)
     if len(factors) != dim // 2:
         raise ShapeError(f"{name}: expected {dim // 2} numbers (rotary_dim / 2), got {len(factors)}; check rotary_dim")
-    return _frequencies(theta, dim) / np.array(factors)
+    scaled: Float64Array = _frequencies(theta, dim) / np.array(factors, np.float64)
+    return scaled
 
 
 _INV_FREQ: dict[str, Callable[[RopeScaling, float, int, int], Float64Array]] = {

@@ -64,6 +64,31 @@ def rows_of(result, begin, end):
     return tuple(part[begin:end] for part in result)
 
 
+# masks that are equal ---------------------------------------------------------------------------------------
+
+FULL, CAUSAL, WINDOW, SINK = ta.Full(), ta.Causal(), ta.Window(7), ta.Sink(2)
+EQUAL = {
+    "full & causal": (FULL & CAUSAL, CAUSAL),
+    "causal & full": (CAUSAL & FULL, CAUSAL),
+    "full & full": (FULL & FULL, FULL),
+    "full | causal": (FULL | CAUSAL, FULL),
+    "window & (full | causal)": (WINDOW & (FULL | CAUSAL), WINDOW),
+    "(full & causal) & window": ((FULL & CAUSAL) & WINDOW, CAUSAL & WINDOW),
+    "causal & (full & (window | sink))": (CAUSAL & (FULL & (WINDOW | SINK)), CAUSAL & (WINDOW | SINK)),
+    "causal & causal": (CAUSAL & CAUSAL, CAUSAL),
+    "window | window": (WINDOW | WINDOW, WINDOW),
+    "window & causal": (WINDOW & CAUSAL, CAUSAL & WINDOW),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_masks_give_equal_results(name):
+    one, other = EQUAL[name]
+    for seed in range(3):
+        case = make_case(rng(seed), mask="causal", lengths=[(6, 40), (1, 30), (0, 9), (25, 25)])
+        assert_same(attend(replace(case, mask=one)), attend(replace(case, mask=other)))
+
+
 # verify equals decode ---------------------------------------------------------------------------------------
 
 

@@ -116,7 +116,7 @@ class _Arithmetic:
     product: Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]
     folded: bool = False
 
-    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # a visible NaN is data
+    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # a visible NaN or infinity is data, no mistake
     def attend(
         self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], scale: float, cap: float | None, bias: Any, sink: Any
     ) -> tuple[NDArray[Any], Any]:
