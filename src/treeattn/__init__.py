@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .errors import ShapeError as ShapeError
     from .errors import TreeAttnError as TreeAttnError
     from .errors import UnsupportedError as UnsupportedError
+    from .hf import ModelSpec as ModelSpec
+    from .hf import spec_from_hf_config as spec_from_hf_config
     from .masks import Causal as Causal
     from .masks import Full as Full
     from .masks import PaddedLeft as PaddedLeft
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": ("attention", "merge", "plan", "to_natural"),
     "errors": ("CompileError", "DTypeError", "IndexRangeError", "ShapeError", "TreeAttnError", "UnsupportedError"),
+    "hf": ("ModelSpec", "spec_from_hf_config"),
     "masks": ("Causal", "Full", "PaddedLeft", "Sink", "Tree", "ValidLength", "Window"),
     "plan": ("Plan",),
     "rope": ("Rope", "RopeScaling"),
