@@ -34,6 +34,7 @@ import tvm_ffi
 from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, RopeMode
 from tvm.target.codegen import llvm_get_system_cpu
 
+LOG2_E = 1.4426950408889634
 CPU = {"kind": "llvm", "mcpu": llvm_get_system_cpu()}
 
 
@@ -292,12 +293,26 @@ class Arithmetic:
         work, group = self.work, q.shape[1] // k.shape[1]
         out = np.zeros((*q.shape[:2], v.shape[2]), work)
         for row, cols in enumerate(visible):
+            if len(cols) == 0:
+                continue
             keys = np.repeat(k[cols], group, axis=1).astype(work)
             values = np.repeat(v[cols], group, axis=1).astype(work)
             logits = self.total(keys * q[row].astype(work), 2) * work(sm_scale)
             weights = np.exp(logits - logits.max(axis=0))
             out[row] = self.total(weights[..., None] * values, 0) / self.total(weights, 0)[:, None]
         return out
+
+    def lse(self, q, k, visible, sm_scale):
+        """Base 2, ``[rows, q_heads]``; -inf where nothing is visible."""
+        work, group = self.work, q.shape[1] // k.shape[1]
+        lse = np.full(q.shape[:2], -np.inf, work)
+        for row, cols in enumerate(visible):
+            if len(cols):
+                keys = np.repeat(k[cols], group, axis=1).astype(work)
+                logits = self.total(keys * q[row].astype(work), 2) * work(sm_scale * LOG2_E)
+                top = logits.max(axis=0)
+                lse[row] = top + np.log2(self.total(np.exp2(logits - top), 0))
+        return lse
 
     def rounded(self, x, dtype):
         """Stored as a cache stores it; not rounded where the definition is exact."""
@@ -550,4 +565,5 @@ def errors(got, want):
     """Absolute differences; NaN stands only where the definition has it."""
     with np.errstate(invalid="ignore"):
         error = np.abs(got.astype(np.float64) - want)
-    return np.where(np.isnan(got) & np.isnan(want), 0, np.where(np.isnan(error), np.inf, error))
+    same = (got == want) | (np.isnan(got) & np.isnan(want))
+    return np.where(same, 0, np.where(np.isnan(error), np.inf, error))
