@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .masks import Tree as Tree
     from .masks import ValidLength as ValidLength
     from .masks import Window as Window
-    from .plan import Plan as Plan
+    from .planner import Plan as Plan
     from .rope import Rope as Rope
     from .rope import RopeScaling as RopeScaling
     from .storage import LatentKV as LatentKV
@@ -43,7 +43,7 @@ _HOMES = {
     "errors": ("CompileError", "DTypeError", "IndexRangeError", "ShapeError", "TreeAttnError", "UnsupportedError"),
     "hf": ("ModelSpec", "spec_from_hf_config"),
     "masks": ("Causal", "Full", "PaddedLeft", "Sink", "Tree", "ValidLength", "Window"),
-    "plan": ("Plan",),
+    "planner": ("Plan",),
     "rope": ("Rope", "RopeScaling"),
     "storage": ("LatentKV", "PagedKV", "RaggedKV"),
     "tree": ("TokenTree",),

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import as_kind, to_numpy, view
-from .compile import kernel
+from .compiler import kernel
 from .errors import DTypeError, ShapeError
 from .kernels.spec import KernelSpec
 from .launch import Launch
 from .logits import check_parts
 from .masks import Batch, Mask
-from .plan import Plan, check_heads, check_q_dtype, check_q_indptr, check_threads, make_work
+from .planner import Plan, check_heads, check_q_dtype, check_q_indptr, check_threads, make_work
 from .storage import Storage
 from .targets import available_threads
 
@@ -149,19 +149,20 @@ def plan(
     table, pools = kv.table, kv.pools
     q_heads = check_heads(q_heads, pools.kv_heads)
     parts = check_parts(softcap, alibi, sink_logits, rope, q_heads)
+    trees, simple = mask.trees, mask.simplified()
     spec = KernelSpec(
-        pools.d_qk, pools.d_v, check_q_dtype(dtype), pools.dtype, mask.form,
+        pools.d_qk, pools.d_v, check_q_dtype(dtype), pools.dtype, simple.form,
         rope=(parts.rope.style, parts.rope.rotary_dim or pools.d_qk) if parts.rope else None,
         logits=parts.form, shared=pools.shared, moved=table.moves is not None,
     )  # fmt: skip
-    batch = Batch(check_q_indptr(q_indptr, kv.num_seqs), table.kv_len, mask.trees, table.moves)
+    batch = Batch(check_q_indptr(q_indptr, kv.num_seqs), table.kv_len, trees, table.moves)
     if check:
         kv.validate()
         mask.check(batch)
     compiled = kernel(spec, target)
     count = check_threads(threads, available_threads())
     work = make_work(
-        batch, mask, table, kv_heads=pools.kv_heads, group=q_heads // pools.kv_heads, config=compiled.config,
+        batch, simple, table, kv_heads=pools.kv_heads, group=q_heads // pools.kv_heads, config=compiled.config,
         threads=count, positions=parts.positions,
     )  # fmt: skip
     return Plan(

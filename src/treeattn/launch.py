@@ -17,7 +17,7 @@ from .rope import TABLE_LOW
 from .storage import Pools, Storage
 
 if TYPE_CHECKING:
-    from .plan import Work
+    from .planner import Work
 
 LOG2_E = float(np.log2(np.e))
 

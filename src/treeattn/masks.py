@@ -158,6 +158,10 @@ class Mask:
         form: Form = self.fold(lambda leaf: (leaf.test, order[id(leaf)]), join("&"), join("|"))
         return form
 
+    def simplified(self) -> Mask:
+        """Return an equal expression without `Full` where it decides nothing."""
+        return self
+
     def check(self, batch: Batch) -> None:
         """Check every leaf's sizes against the batch."""
         for leaf in self.leaves():
@@ -181,6 +185,12 @@ class And(Mask):
         yield from self.left.leaves()
         yield from self.right.leaves()
 
+    def simplified(self) -> Mask:
+        left, right = self.left.simplified(), self.right.simplified()
+        if isinstance(left, Full):
+            return right
+        return left if isinstance(right, Full) else And(left, right)
+
     def fold(
         self, leaf: Callable[[Leaf], Any], both: Callable[[Any, Any], Any], either: Callable[[Any, Any], Any]
     ) -> Any:
@@ -197,6 +207,11 @@ class Or(Mask):
     def leaves(self) -> Iterator[Leaf]:
         yield from self.left.leaves()
         yield from self.right.leaves()
+
+    def simplified(self) -> Mask:
+        left, right = self.left.simplified(), self.right.simplified()
+        full = isinstance(left, Full) or isinstance(right, Full)
+        return Full() if full else Or(left, right)
 
     def fold(
         self, leaf: Callable[[Leaf], Any], both: Callable[[Any, Any], Any], either: Callable[[Any, Any], Any]

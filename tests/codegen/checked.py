@@ -13,9 +13,9 @@ import pytest
 import tvm
 from tvm.tirx.script.builder import ir as I
 
-from treeattn.kernels import cpu, emit, rows_few, rows_many, vectors, walk
+from treeattn.kernels import arguments, cpu, emit, logits, rotation, rows_few, rows_many, softmax, vectors, walk
 
-MODULES = (emit, cpu, rows_few, rows_many, vectors, walk)
+MODULES = (emit, arguments, cpu, logits, rotation, rows_few, rows_many, softmax, vectors, walk)
 
 
 class Checked:

@@ -21,9 +21,9 @@ LEVELS = [
     {"speculate", "cache"},
     {"testing", "casefile"},
     {"reference", "api", ""},
-    {"plan"},
+    {"planner"},
     {"launch"},
-    {"compile"},
+    {"compiler"},
     {"backends", "store"},
     {"schedules"},
     {"kernels"},
@@ -32,7 +32,7 @@ LEVELS = [
     {"errors"},
 ]
 LEVEL = {part: -depth for depth, parts in enumerate(LEVELS) for part in parts}
-MAY_IMPORT_TVM = ("kernels", "schedules", "compile", "backends", "tvm_compat")
+MAY_IMPORT_TVM = ("kernels", "schedules", "compiler", "backends", "tvm_compat")
 REFERENCE_MAY_IMPORT = {"reference", "arrays", "errors", "masks", "storage", "tree", "rope", "logits"}
 
 
@@ -138,7 +138,7 @@ def test_reference_imports_only_the_data_modules():
 
 
 def test_kernels_never_import_the_reference():
-    for part in ("kernels", "schedules", "plan", "compile", "backends", "api"):
+    for part in ("kernels", "schedules", "plan", "compiler", "backends", "api"):
         root = PACKAGE / part
         for path in root.rglob("*.py") if root.is_dir() else [root.with_suffix(".py")]:
             if path.exists():

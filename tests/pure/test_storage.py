@@ -116,7 +116,11 @@ def test_the_last_page_may_have_any_length() -> None:
         ),
         (paged(page_ids=((5, 1, 0),)), ShapeError, "page_ids: expected one dimension, got shape (1, 3)"),
         (paged(page_ids=(5.0, 1.0, 0.0)), DTypeError, "page_ids: expected integers, got dtype float64"),
-        (paged(page_indptr=(1, 2, 2, 3)), IndexRangeError, "page_indptr: expected 0 at index 0, got 1"),
+        (
+            paged(page_indptr=(1, 2, 2, 3)),
+            IndexRangeError,
+            "page_indptr: expected [num_seqs + 1] integers with 0 at index 0, got 1",
+        ),
         (
             paged(page_indptr=(0, 2, 1, 3)),
             IndexRangeError,
@@ -127,8 +131,16 @@ def test_the_last_page_may_have_any_length() -> None:
             IndexRangeError,
             "page_indptr: expected to end at 3 (= the length of page_ids), got 2 at index 3",
         ),
-        (paged(page_indptr=()), ShapeError, "page_indptr: expected [num_seqs + 1] integers starting at 0, got none"),
-        (paged(last_page_len=(3, 0)), ShapeError, "last_page_len: expected shape (3,), got (2,)"),
+        (
+            paged(page_indptr=()),
+            IndexRangeError,
+            "page_indptr: expected [num_seqs + 1] integers with 0 at index 0, got an empty",
+        ),
+        (
+            paged(last_page_len=(3, 0)),
+            ShapeError,
+            "last_page_len: expected shape [3], got [2]; it needs one entry per sequence",
+        ),
         (
             paged(last_page_len=(5, 0, 4)),
             IndexRangeError,
@@ -177,7 +189,11 @@ def test_the_last_page_may_have_any_length() -> None:
         (paged(np.zeros((6, 2, 0, 4, 8), np.float32)), ShapeError, "k, v: expected at least one kv head and d >= 1"),
         (paged(np.zeros((6, 2, 2, 4, 0), np.float32)), ShapeError, "k, v: expected at least one kv head and d >= 1"),
         (paged([[1.0]]), DTypeError, "pages: expected an array (NumPy, or anything with __dlpack__), got list"),
-        (ragged(kv_indptr=(1, 2, 2, 5)), IndexRangeError, "kv_indptr: expected 0 at index 0, got 1"),
+        (
+            ragged(kv_indptr=(1, 2, 2, 5)),
+            IndexRangeError,
+            "kv_indptr: expected [num_seqs + 1] integers with 0 at index 0, got 1",
+        ),
         (
             ragged(kv_indptr=(0, 2, 1, 5)),
             IndexRangeError,
@@ -188,7 +204,11 @@ def test_the_last_page_may_have_any_length() -> None:
             IndexRangeError,
             "kv_indptr: expected to end at 5 (= the length of k), got 6 at index 3",
         ),
-        (ragged(kv_indptr=()), IndexRangeError, "kv_indptr: expected 0 at index 0, got an empty array"),
+        (
+            ragged(kv_indptr=()),
+            IndexRangeError,
+            "kv_indptr: expected [num_seqs + 1] integers with 0 at index 0, got an empty array",
+        ),
         (ragged(kv_indptr=(0, None)), DTypeError, "kv_indptr: expected integers, got dtype object"),
         (ragged(np.zeros((5, 2, 4))), DTypeError, "k: float64 is not offered"),
         (ragged(v=np.zeros((5, 2, 4))), DTypeError, "v: float64 is not offered"),
@@ -206,7 +226,9 @@ def test_validation_says_what_is_wrong(kv: Storage, error: type[Exception], text
 
 
 def test_a_table_without_indptr_says_so() -> None:
-    with pytest.raises(ShapeError, match=r"kv_indptr: expected \[num_seqs \+ 1\] integers starting at 0, got none"):
+    with pytest.raises(
+        IndexRangeError, match=r"kv_indptr: expected \[num_seqs \+ 1\] integers with 0 at index 0, got an empty"
+    ):
         _ = ragged(kv_indptr=()).table
 
 

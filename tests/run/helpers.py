@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import treeattn as ta
-from treeattn import api, compile
+from treeattn import api, compiler
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -33,7 +33,7 @@ def plan_of(case, **options):
 def tile(config):
     """Make every plan within the block use one tile configuration."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "kernel", lambda spec, target=None: compile.kernel(spec, target, config))
+        patch.setattr(api, "kernel", lambda spec, target=None: compiler.kernel(spec, target, config))
         yield
 
 

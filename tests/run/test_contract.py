@@ -486,7 +486,7 @@ def test_plan_after_attention_is_a_function():
     """``ta.plan`` is the function whatever was imported before."""
     case = make_case(rng(), mask="causal")
     attend(case)
-    import treeattn.plan
+    import treeattn.planner
 
     plan = treeattn.plan(case.kv, case.mask, q_indptr=case.q_indptr, q_heads=4, dtype="float32")
     assert_same(plan.run(case.q), attend(case))

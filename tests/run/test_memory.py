@@ -13,7 +13,7 @@ import pytest
 from helpers import DTYPES, assert_same, attend, plan_of, rng, tile
 
 import treeattn as ta
-from treeattn.plan import Plan
+from treeattn.planner import Plan
 from treeattn.schedules.tiles import TileConfig
 from treeattn.testing import canaries, guarded, guarded_case, make_case, mask_kinds, poison
 
@@ -22,19 +22,14 @@ SIDES = ["after", "before"]
 
 def guard_work(plan, side):
     """The same plan with its arrays, scratch memory included, between guard pages."""
-    work = replace(
-        plan._work, **{field.name: guarded(getattr(plan._work, field.name), side) for field in fields(plan._work)}
-    )
-    launch = replace(plan._launch)
-    scratch = (
-        plan.threads * launch.workspace_floats,
-        plan.threads * launch.kernel.spec.num_bounds * launch.kernel.config.rows,
-    )
-    launch.local.arrays = (
-        guarded(poison(np.zeros(scratch[0], np.float32)), side),
-        guarded(np.zeros(scratch[1], np.int32), side),
-    )
-    return Plan(work, launch)
+    work, kernel = plan._launch.work, plan._launch.kernel
+    arrays = {field.name: getattr(work, field.name) for field in fields(work)}
+    arrays = {name: guarded(array, side) for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    launch = replace(plan._launch, work=replace(work, **arrays))
+    floats = poison(np.zeros(plan.threads * kernel.workspace_floats, np.float32))
+    bounds = np.zeros(plan.threads * kernel.spec.num_bounds * max(kernel.config.rows, 8), np.int32)
+    launch.local.arrays = guarded(floats, side), guarded(bounds, side)
+    return Plan(launch)
 
 
 def check(case, side, **options):

@@ -12,7 +12,7 @@ import pytest
 from helpers import assert_same, attend, plan_of, rng, tile
 
 import treeattn as ta
-import treeattn.compile as compiler
+import treeattn.compiler as compiler
 from treeattn import api
 from treeattn.reference import visible
 from treeattn.schedules.tiles import TileConfig
@@ -69,7 +69,7 @@ CONFIGS = [TileConfig(), TileConfig(rows=16), TileConfig(rows=256, columns=60, f
 
 def items_of(plan):
     names = ("kind", "seq", "head", "row_begin", "num_rows", "span_begin", "span_end")
-    return [dict(zip(names, item, strict=True)) for item in plan._work.items.tolist()]
+    return [dict(zip(names, item, strict=True)) for item in plan._launch.work.items.tolist()]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -85,7 +85,7 @@ def test_every_row_of_every_kv_head_belongs_to_one_item(threads, config):
             done.update((item["seq"], item["head"], row) for row in rows)
         q_len = np.diff(case.q_indptr) * 3
         assert done == Counter((seq, head, row) for seq, n in enumerate(q_len) for head in range(2) for row in range(n))
-        indptr = plan._work.item_indptr
+        indptr = plan._launch.work.item_indptr
         assert len(indptr) == threads + 1 == plan.threads + 1
         assert (indptr[0], indptr[-1]) == (0, plan.num_items)
         assert (np.diff(indptr) >= 0).all()
@@ -127,7 +127,7 @@ def test_spans_cover_what_is_seen_and_full_ones_are(mask):
             rows = np.unique(np.arange(item["row_begin"], item["row_begin"] + item["num_rows"]) // 2)
             seen = visible(case.mask, seq, q_len, kv_len)[rows]
             taken = np.zeros(kv_len, int)
-            spans = plan._work.spans[item["span_begin"] : item["span_end"]]
+            spans = plan._launch.work.spans[item["span_begin"] : item["span_end"]]
             assert (spans[1:, 0] >= spans[:-1, 1]).all()
             for begin, end, full in spans:
                 assert 0 <= begin < end <= kv_len
@@ -140,8 +140,8 @@ def visited(plan):
     return [
         int(
             (
-                plan._work.spans[i["span_begin"] : i["span_end"], 1]
-                - plan._work.spans[i["span_begin"] : i["span_end"], 0]
+                plan._launch.work.spans[i["span_begin"] : i["span_end"], 1]
+                - plan._launch.work.spans[i["span_begin"] : i["span_end"], 0]
             ).sum()
         )
         for i in items_of(plan)
@@ -170,7 +170,7 @@ def test_what_no_row_sees_is_not_visited():
 
 def test_prefix_of_a_tree_is_taken_without_tests():
     plan = plan_of(make_case(rng(), trees=[random_forest(rng(), 30)], contexts=[500], q_heads=1, kv_heads=1))
-    assert plan._work.spans[0].tolist() == [0, 500, 1]
+    assert plan._launch.work.spans[0].tolist() == [0, 500, 1]
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
@@ -186,7 +186,7 @@ def test_long_and_short_requests_are_balanced(threads):
     plan = api.plan(kv, ta.Tree(trees), q_indptr=np.cumsum([0, *q_len]), q_heads=32, dtype="float32", threads=threads)
     rows = np.array([max(item["num_rows"], 8) for item in items_of(plan)])
     cost = rows * np.array(visited(plan))
-    loads = np.add.reduceat(cost, plan._work.item_indptr[:-1])
+    loads = np.add.reduceat(cost, plan._launch.work.item_indptr[:-1])
     assert loads.max() <= 1.25 * loads.mean()
 
 

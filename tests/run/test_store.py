@@ -18,7 +18,7 @@ import numpy as np
 import treeattn as ta
 k = np.linspace(-1, 1, 5 * 4, dtype=np.float32).reshape(5, 1, 4)
 out, lse = ta.attention(k[:2].copy(), ta.RaggedKV(k, k, [0, 5]), ta.Full())
-import treeattn.compile as compiler
+import treeattn.compiler as compiler
 print(json.dumps({"out": out.tobytes().hex(), "compiled": compiler.compilations, "tvm": "tvm" in sys.modules}))
 """
 

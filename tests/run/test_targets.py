@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_same, attend, parents_first, rng
 
 import treeattn as ta
-from treeattn.compile import build
+from treeattn.compiler import build
 from treeattn.errors import UnsupportedError
 from treeattn.kernels.spec import KernelSpec
 from treeattn.schedules.tiles import select

@@ -22,7 +22,7 @@ from .walk import Tile, Walk
 def attention(spec: KernelSpec, config: Sizes) -> PrimFunc:
     """Build the attention function of a spec for a tile configuration.
 
-    Its arguments are `POINTERS` then `SCALARS`; items are those of `treeattn.plan`.
+    Its arguments are `POINTERS` then `SCALARS`; items are those of `treeattn.planner`.
     """
 
     def body() -> None:

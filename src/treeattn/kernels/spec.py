@@ -83,14 +83,3 @@ def count_leaves(form: tuple[Any, ...]) -> int:
     if form[0] in "&|":
         return count_leaves(form[1]) + count_leaves(form[2])
     return 1
-
-
-def simplify(form: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Drop ``full`` where it decides nothing: ``full & x`` is x, ``full | x`` is full."""
-    if form[0] not in "&|":
-        return form
-    sign, left, right = form[0], simplify(form[1]), simplify(form[2])
-    for this, other in ((left, right), (right, left)):
-        if this[0] == "full":
-            return other if sign == "&" else this
-    return sign, left, right

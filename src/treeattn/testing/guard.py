@@ -57,7 +57,10 @@ def guarded(array: NDArray[Any], side: Side = "after") -> NDArray[Any]:
 
 def guarded_case(case: Case, side: Side = "after") -> Case:
     """The same case with every array of it `guarded`, page tables and ``q_indptr`` included."""
-    arrays: dict[str, Any] = {field.name: guarded(getattr(case.kv, field.name), side) for field in fields(case.kv)}
+    given = {field.name: getattr(case.kv, field.name) for field in fields(case.kv)}
+    arrays: dict[str, Any] = {
+        name: guarded(value, side) for name, value in given.items() if value is not None and name != "d_latent"
+    }
     return replace(case, q=guarded(case.q, side), kv=replace(case.kv, **arrays), q_indptr=guarded(case.q_indptr, side))
 
 

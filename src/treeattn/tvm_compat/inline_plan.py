@@ -1,6 +1,6 @@
 """The plan made inside a function, for callers that bring lengths and page tables but no plan (TVM's KV cache).
 
-It fills the same arrays as `treeattn.plan`, with one mask leaf, and deals items to a fixed number of workers by their
+It fills the same arrays as `treeattn.planner` and deals items to a fixed number of workers by their
 cost; TVM's threads take the workers in contiguous ranges.
 """
 

@@ -7,14 +7,14 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import store
 from .backends import llvm
 from .errors import CompileError
-from .kernels.spec import KernelSpec, simplify
+from .kernels.spec import KernelSpec
 from .kernels.workspace import workspace_floats
 from .schedules.tiles import TileConfig, select
 from .targets import TargetTraits, resolve
@@ -56,7 +56,6 @@ def kernel(spec: KernelSpec, target: Any = None, config: TileConfig | None = Non
         The compiler refused it.
     """
     traits = resolve(target)
-    spec = replace(spec, mask=simplify(spec.mask))
     config = config or select(spec, traits)
     place = spec, config, traits
     found = _kernels.get(place)
