@@ -8,8 +8,11 @@ so of theirs too, so that the list stays true.
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,15 +107,19 @@ def test_parameters_of_the_function(name):
     )
     assert isinstance(ours, tvm.tirx.PrimFunc)
     assert ours.attrs and ours.attrs.get("tirx.is_scheduled"), "TVM's default schedules would rewrite it"
-    assert [_described(ours, p) for p in ours.params] == [_described(want, p) for p in want.params]
+    ours, want = ([_described(func, param) for param in func.params] for func in (ours, want))
+    assert [dtype for dtype, _ in ours] == [dtype for dtype, _ in want]
+    for (_, own), (_, dims) in zip(ours, want, strict=True):
+        assert len(own) == len(dims)
+        assert all(dim in (one, None) for one, dim in zip(own, dims, strict=True)), (own, dims)
 
 
 def _described(func, param):
+    """Element type, and dimensions: None where they are a variable."""
     buffer = getattr(func, "buffer_map", {}).get(param, param)
     if not hasattr(buffer, "shape"):
-        return str(param.ty)
-    dims = [int(dim) if isinstance(dim, tvm.tirx.IntImm) else "?" for dim in buffer.shape]
-    return f"{buffer.dtype} {dims}"
+        return str(param.ty), []
+    return str(buffer.dtype), [int(dim) if isinstance(dim, tvm.tirx.IntImm) else None for dim in buffer.shape]
 
 
 @pytest.mark.parametrize("name", TARGETED)
@@ -671,36 +678,50 @@ def test_t10_page_sizes(page_size):
 @DTYPES
 def test_t11_unaligned_arrays(dtype):
     """Every array one element off: NumPy slices, handed over without a copy. Theirs end in SIGSEGV."""
-    case = Attention((6, 3, 5), (26, 10, 6), dtype, parents=TREES)
-    inputs, outputs, scalars = paged_tree(case)
-    off = [_one_element_off(array) for array in inputs]
-    assert any(array.ctypes.data % 64 for array in off)
-    tensors = [tvm_ffi.from_dlpack(array, require_alignment=array.itemsize) for array in off]
-    build(OURS, "tree_attn_with_paged_kv_cache_cpu", *HEADS, dtype, NONE)(*_interleaved(tensors, scalars))
-    case.check([off[index] for index in outputs], "ours")
-
-
-def _one_element_off(array):
-    memory = np.empty(array.size + 17, array.dtype)
-    start = (-memory.ctypes.data % 64) // array.itemsize + 1
-    slice_ = memory[start : start + array.size].reshape(array.shape)
-    slice_[...] = array
-    return slice_
+    in_a_process_of_its_own("run_unaligned", dtype)
 
 
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_t18_no_read_outside_the_arrays(side):
     """Inaccessible memory at every array; theirs look the prefix's columns up in the tree, and end in SIGSEGV."""
+    in_a_process_of_its_own("run_guarded", side)
+
+
+def in_a_process_of_its_own(function, argument):
+    code = f"import test_tvm_differential as tests; tests.{function}({argument!r})"
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=here, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-2000:]}"
+
+
+def run_unaligned(dtype):
+    case = Attention((6, 3, 5), (26, 10, 6), dtype, parents=TREES)
+    run_in_place(case, "tree_attn_with_paged_kv_cache_cpu", *paged_tree(case), _one_element_off)
+
+
+def run_guarded(side):
     case = Attention((6, 3, 5), (26, 10, 6), parents=TREES)
-    args = (*HEADS, "float32", NONE)
-    for name, (inputs, outputs, scalars) in {
-        "tree_attn_with_paged_kv_cache_cpu": paged_tree(case),
-        "tree_attn_cpu": (ragged_tree(case), (8, 9), case.rope_scalars),
-    }.items():
-        arrays = [guarded(array, side) for array in inputs]
-        tensors = [tvm_ffi.from_dlpack(array, require_alignment=array.itemsize) for array in arrays]
-        build(OURS, name, *args)(*_interleaved(tensors, scalars))
-        case.check([arrays[index] for index in outputs], "ours")
+    place = partial(guarded, side=side)
+    run_in_place(case, "tree_attn_with_paged_kv_cache_cpu", *paged_tree(case), place)
+    run_in_place(case, "tree_attn_cpu", ragged_tree(case), (8, 9), case.rope_scalars, place)
+
+
+def run_in_place(case, factory, inputs, outputs, scalars, place):
+    """On memory of the caller's choice, without a copy."""
+    arrays = [place(array) for array in inputs]
+    tensors = [tvm_ffi.from_dlpack(array, require_alignment=array.itemsize) for array in arrays]
+    build(OURS, factory, *HEADS, case.dtype, NONE)(*_interleaved(tensors, scalars))
+    case.check([arrays[index] for index in outputs], "ours")
+
+
+def _one_element_off(array):
+    memory = np.empty(array.nbytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + array.itemsize
+    placed = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    placed[...] = array
+    return placed
 
 
 @DTYPES

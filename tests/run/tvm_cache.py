@@ -435,7 +435,7 @@ class CheckedCache:
     * A window on a sequence of three blocks (forked, and its shared part forked again) takes the offset and sink of the
       last block for those of all.
     * A layer's own window (MHA_SLIDING) is not applied among the new tokens: appends must be no longer than it.
-      Trees ignore it altogether, and ``debug_get_kv`` refuses such caches.
+      Trees ignore it altogether, forks count it from the end of each block, and ``debug_get_kv`` refuses such caches.
     """
 
     def __init__(self, generators, config: Config, seed=0, **options):

@@ -37,7 +37,7 @@ from .emit import (
     when,
 )
 from .rows_many import LINE
-from .softmax import BIAS, MASKED, normaliser, rescale, weight
+from .softmax import MASKED, normaliser, rescale, weight
 from .spec import KernelSpec, Sizes
 from .vectors import fma, horizontal_max, pieces, register_tile, shuffle, split, to_float, transpose4, transpose8, zero
 from .walk import Block, Tile, Walk
@@ -76,6 +76,7 @@ class FewRows:
     """Exactly ``rows`` rows, the last one repeated where the tile has fewer."""
 
     scores: Buffer
+    seen: Buffer
     queries: Buffer
     keys: Buffer
     sums: Buffer
@@ -217,7 +218,9 @@ class FewRows:
             for row in range(self.rows):
                 at = row * self.columns + t
                 sees = visible(functools.partial(self.args.row_bounds_of, i32(row)), 1)
-                put(self.scores, at, T.Select(sees, self.scores[at], f32(MASKED)))
+                seen = let(T.Select(sees, i32(1), i32(0)))
+                put(self.scores, at, T.Select(seen == 1, self.scores[at], f32(MASKED)))
+                put(self.seen, at, T.cast(seen, "float32"))
 
     def _weigh(self, count: Expr) -> None:
         """Raise the maximum, turn scores into weights, and add them to the denominator, column after column."""
@@ -231,7 +234,6 @@ class FewRows:
             put(highest, whole, T.ceil(horizontal_max(highest[whole])))
             put(self.factor, row, rescale(self.maximum[row], highest[0], 1))
             put(self.maximum, row, highest[0])
-            put(highest, whole, highest[whole] - f32(BIAS, 8))
             with loop(strips) as t:
                 at = span(row * self.columns + t * 8, 8)
                 put(self.scores, at, weight(self.scores[at], highest[whole], 8))
@@ -245,7 +247,7 @@ class FewRows:
             put(self.denominator, row, totals[row])
 
     def _accumulate(self, walk: Walk, block: Block, *, guarded: bool = False) -> None:
-        """``sums[row][dim] = sums * factor + weights . values``; guarded, a weight of zero multiplies nothing."""
+        """``sums[row][dim] = sums * factor + weights . values``; guarded, only what is seen is multiplied."""
         rows, d = self.sum_rows, self.spec.d_v
         passes = split(d // 8, 1 if guarded else SUM_VECTORS[rows]) if d >= 8 else []
         visits = sum(tiles for _, _, tiles in passes)
@@ -256,6 +258,9 @@ class FewRows:
 
             def weight_of(i: int, k: Expr) -> Expr:
                 return self.scores[(first + i) * self.columns + k]
+
+            def seen(i: int, k: Expr, j: int) -> Expr:
+                return broadcast(self.seen[(first + i) * self.columns + k] != f32(0.0), lanes)
 
             def value(k: Expr, j: int) -> Expr:
                 stored = self.args.v.data[span(walk.value[block.base + k] + i64(dim + j * lanes), lanes)]
@@ -268,7 +273,7 @@ class FewRows:
                 right=value,
                 done=lambda i, j, value: put(self.sums, at(i, j), value),
                 step=step,
-                keep=(lambda i, k, j: broadcast(weight_of(i, k) != f32(0.0), lanes)) if guarded else None,
+                keep=seen if guarded else None,
             )  # fmt: skip
 
         with loop(self.sum_groups) as group:

@@ -33,20 +33,23 @@ from .emit import (
     registers,
     smaller,
     span,
+    typed,
     when,
 )  # fmt: skip
-from .softmax import BIAS, MASKED, normaliser, rescale, weight
+from .softmax import MASKED, normaliser, rescale, weight
 from .spec import KernelSpec, Sizes
 from .vectors import pieces, register_tile, split, to_float, transpose8, zero
 from .walk import Block, Tile, Walk
 
 LINE = 64  # bytes
+EXPONENT = 0x7F800000  # of a float32; all ones in NaN and infinity
 
 
 class ManyRows:
     """Up to ``config.rows`` rows in panels of ``config.panel``."""
 
     scores: Buffer
+    seen: Buffer
     keys: Buffer
     values: Buffer
     queries: Buffer
@@ -132,7 +135,7 @@ class ManyRows:
             put(factor[j], whole, rescale(old, new, lanes))
             put(self.denominator, state[j], self.denominator[state[j]] * factor[j][whole])
             put(self.maximum, state[j], new)
-            put(highest[j], whole, new - f32(BIAS, lanes))
+            put(highest[j], whole, new)
         self._weigh(block.count, highest, state)
         if self.spec.masks:
             either(
@@ -195,6 +198,7 @@ class ManyRows:
                 if visible:
                     sees = visible(functools.partial(self.args.row_bounds_of, rows), lanes)
                     score = T.Select(sees, score, f32(MASKED, lanes))
+                    put(self.seen, at, T.Select(sees, f32(1.0, lanes), zero(lanes)))
                 put(self.scores, at, score)
                 put(highest[j], whole, greater(highest[j][whole], self.scores[at]))
 
@@ -211,7 +215,7 @@ class ManyRows:
             score = logits.bias(score, self.slopes[rows], broadcast(position, lanes) - self.positions[rows], lanes)
         return score
 
-    def _weigh(self, count: Expr, biased: list[Buffer], state: list[Expr]) -> None:
+    def _weigh(self, count: Expr, maximum: list[Buffer], state: list[Expr]) -> None:
         """Turn scores into weights and add them to the denominator, column after column."""
         lanes, whole = self.lanes, span(0, self.lanes)
         totals = [registers(lanes) for _ in range(self.vectors)]
@@ -220,17 +224,20 @@ class ManyRows:
         with loop(count) as t:
             for j, total in enumerate(totals):
                 at = span(t * self.width + j * lanes, lanes)
-                put(self.scores, at, weight(self.scores[at], biased[j][whole], lanes))
+                put(self.scores, at, weight(self.scores[at], maximum[j][whole], lanes))
                 put(total, whole, total[whole] + self.scores[at])
         for j, total in enumerate(totals):
             put(self.denominator, state[j], total[whole])
 
     def _accumulate(self, panel: Expr, count: Expr, factor: list[Buffer], *, guarded: bool) -> None:
-        """``sums[dim][row] = sums * factor + values . weights``; guarded, a weight of zero multiplies nothing."""
+        """``sums[dim][row] = sums * factor + values . weights``; guarded, only what is seen is multiplied."""
         width, lanes, d = self.width, self.lanes, self.spec.d_v
 
         def weights(k: Expr, j: int) -> Expr:
             return self.scores[span(k * width + j * lanes, lanes)]
+
+        def seen(i: int, k: Expr, j: int) -> Expr:
+            return self.seen[span(k * width + j * lanes, lanes)] != zero(lanes)
 
         for first, rows, tiles in split(d, self.config.tokens):
             with loop(tiles) as c:
@@ -245,7 +252,7 @@ class ManyRows:
                     left=lambda i, k, dim=dim: self.values[k * self.d_value + dim + i],
                     right=weights,
                     done=lambda i, j, value: put(self.sums, at(i, j), value),
-                    keep=(lambda i, k, j: weights(k, j) != zero(lanes)) if guarded else None,
+                    keep=seen if guarded else None,
                 )  # fmt: skip
 
     def end(self, tile: Tile) -> None:
@@ -274,16 +281,21 @@ class ManyRows:
             put(self.values, span(t * self.spec.d_v + offset, lanes), value)
 
     def _find_nonfinite(self, count: Expr, broken: Buffer) -> None:
-        """Set ``broken`` if a value of the block is NaN or infinite: zero weights must not multiply it."""
+        """Set ``broken`` if a value of the block is NaN or infinite: weights of zero must not multiply it."""
         size = let(count * self.d_value)
-        trace = registers(8)
-        put(trace, span(0, 8), zero(8))
+        exponent = registers(8, "int32")
+        put(exponent, span(0, 8), broadcast(i32(0), 8))
+
+        def look(at: Expr, lanes: int) -> None:
+            bits = T.reinterpret(typed("int32", lanes), self.values[span(at, lanes)])
+            held = T.bitwise_and(bits, broadcast(i32(EXPONENT), lanes))
+            put(exponent, span(0, lanes), greater(exponent[span(0, lanes)], held))
+
         with loop(T.truncdiv(size, 8)) as i:
-            value = self.values[span(i * 8, 8)]
-            put(trace, span(0, 8), trace[span(0, 8)] + (value - value))
+            look(i * 8, 8)
         with loop(T.truncdiv(size, 8) * 8, size) as i:
-            put(trace, 0, trace[0] + (self.values[i] - self.values[i]))
-        with loop(8) as i, when(trace[i] != f32(0.0)):
+            look(i, 1)
+        with loop(8) as i, when(exponent[i] == EXPONENT):
             put(broken, 0, i32(1))
 
     def _fetcher(self, walk: Walk, following: Expr) -> Callable[[Expr, Expr], None]:

@@ -34,8 +34,8 @@ def rescale(old: Expr, new: Expr, lanes: int) -> Expr:
     return power_of_two(old - new + f32(BIAS, lanes), lanes)
 
 
-def weight(score: Expr, biased_max: Expr, lanes: int) -> Expr:
-    """``2^(score - max)`` with ``biased_max = max - 127``; exactly 0 for a masked score.
+def weight(score: Expr, maximum: Expr, lanes: int) -> Expr:
+    """``2^(score - maximum)``; exactly 0 for a masked score.
 
     The fraction is taken before the maximum is known, so the same score gives the same mantissa in every block.
     """
@@ -45,7 +45,7 @@ def weight(score: Expr, biased_max: Expr, lanes: int) -> Expr:
     power = f32(EXP2[0], lanes)
     for coefficient in EXP2[1:]:
         power = fma(power, fraction, f32(coefficient, lanes), lanes)
-    return power * power_of_two(whole - biased_max, lanes)
+    return power * rescale(whole, maximum, lanes)
 
 
 def start(sink: Expr | None) -> tuple[Expr, Expr]:
@@ -54,7 +54,7 @@ def start(sink: Expr | None) -> tuple[Expr, Expr]:
         return f32(NOTHING), f32(0.0)
     score = let(greater(f32(NOTHING), sink * f32(LOG2_E)))
     maximum = let(T.ceil(score))
-    return maximum, weight(score, maximum - f32(BIAS), 1)
+    return maximum, weight(score, maximum, 1)
 
 
 def normaliser(denominator: Expr, lanes: int) -> Expr:

@@ -14,6 +14,7 @@ def many_rows(spec: KernelSpec, config: Sizes) -> Layout:
     """Lay out the scratch of `rows_many`."""
     return _lay_out({
         "scores": config.columns * config.panel,
+        "seen": config.columns * config.panel,
         "keys": config.columns * spec.d_qk,
         "values": 0 if spec.shared else config.columns * spec.d_v,
         "queries": config.rows * spec.d_qk,
@@ -30,6 +31,7 @@ def few_rows(rows: int, spec: KernelSpec, config: Sizes) -> Layout:
     """Lay out the scratch of `rows_few`."""
     return _lay_out({
         "scores": 8 * config.few_columns,
+        "seen": 8 * config.few_columns,
         "queries": 8 * spec.d_qk,
         "keys": 32 * spec.d_qk,
         "sums": 8 * spec.d_v,

@@ -59,18 +59,22 @@ class TileConfig:
         """Return the reasons why this configuration cannot run ``spec``; none if it can."""
         width = traits.vector_bits // 32
         needed = self.panel // width * (self.tokens + 1) + 1
+        half = self.columns // 2
         rules = {
             f"panel {self.panel} is no multiple of lanes {self.lanes} and 8": self.panel % self.lanes or self.panel % 8,
-            f"rows {self.rows} is no multiple of panel {self.panel}": self.rows % self.panel,
-            f"half of columns {self.columns} is no multiple of tokens {self.tokens}": self.columns // 2 % self.tokens,
-            f"few_columns {self.few_columns} is no multiple of 32, or more than columns": self.few_columns % 32
+            f"rows {self.rows} is no multiple of panel {self.panel}": self.rows < 1 or self.rows % self.panel,
+            f"columns {self.columns} is not twice a multiple of tokens {self.tokens}": half < 1
+            or self.columns != 2 * half
+            or half % self.tokens,
+            f"few_columns {self.few_columns} is no multiple of 32, or more than columns": self.few_columns < 1
+            or self.few_columns % 32
             or self.few_columns > self.columns,
-            f"columns {self.columns} need {self.columns * 16} bytes of stack, {STACK_BYTES} are allowed": self.columns
-            * 16
+            f"columns {self.columns} need {self.columns * 16} bytes of stack of {STACK_BYTES}": self.columns * 16
             >= STACK_BYTES,
             f"the register tile needs {needed} vector registers of {traits.vector_registers}": needed
             > traits.vector_registers,
-            f"few {self.few} must rise from 1 to 8": list(self.few) != sorted({*self.few} & set(range(1, 9))),
+            f"few {self.few} must rise, from 1 to at most 8 rows": not self.few
+            or list(self.few) != sorted({*self.few} & set(range(1, 9))),
         }
         return [reason for reason, broken in rules.items() if broken]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import reference
-from ..arrays import numpy_dtype
+from ..arrays import numpy_dtype, to_numpy
 from ..errors import IndexRangeError, ShapeError, UnsupportedError
 from ..masks import And, Causal, Leaf, Mask, Or, PaddedLeft, Tree, ValidLength
 from ..storage import PagedKV, RaggedKV
@@ -269,7 +269,7 @@ def _linear(leaf: Leaf) -> Mask:
 
 def _gather(kv: PagedKV | RaggedKV, seq: int) -> tuple[NDArray[Any], NDArray[Any]]:
     k, v = reference.gather(kv, seq)
-    kind = numpy_dtype(kv.dtype)
+    kind = to_numpy(kv.k if isinstance(kv, RaggedKV) else kv.pages, "kv").dtype  # float64 in a check
     return k.astype(kind), v.astype(kind)
 
 
