@@ -58,7 +58,8 @@ def attention(
     sink_logits : Array, optional
         ``[q_heads]``, natural units: a key without value that every row sees, counted in the LSE.
     rope : Rope, optional
-        Rotate q and keys by position as they are read, for caches that hold keys unrotated.
+        Rotate q and keys by position as they are read, for caches that hold keys unrotated. Positions below 0 (more
+        rows than keys) count as 0.
     threads : int, optional
         Threads to use; the processors of the affinity mask by default.
     target : str, optional

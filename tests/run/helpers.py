@@ -14,7 +14,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def attend(case, **options):
-    return ta.attention(case.q, case.kv, case.mask, q_indptr=case.q_indptr, sm_scale=case.sm_scale, **options)
+    return ta.attention(case.q, case.kv, case.mask, **case.options, **options)
 
 
 def plan_of(case, **options):

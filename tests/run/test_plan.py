@@ -403,10 +403,10 @@ WRONG_PLANS = {
     "dtype": [None, "float64", "int8", np.float64, int, "", "F32", 32, object()],
     "sm_scale": ["1", [1.0], True, np.nan, np.inf, -np.inf, 1e300, 10**400, 1j],
     "target": ["abacus", 3, {}, [], np.zeros(3), object()],
-    "softcap": [1.0],
-    "alibi": [[1.0]],
-    "sink_logits": [[1.0]],
-    "rope": ["neox"],
+    "softcap": ["1", [1.0], -1.0, 0.0, np.nan, np.inf, True],
+    "alibi": ["x", [1.0], [[1.0] * 4], [None] * 4, [1.0] * 5],
+    "sink_logits": ["x", [1.0], [[1.0] * 4], [None] * 4],
+    "rope": ["neox", 5e5, {}],
 }
 
 

@@ -52,8 +52,8 @@ def start(sink: Expr | None) -> tuple[Expr, Expr]:
     """Return the maximum and denominator of a row before its first key: those of its sink logit, if it has one."""
     if sink is None:
         return f32(NOTHING), f32(0.0)
-    score = let(greater(f32(NOTHING), sink * f32(LOG2_E)))
-    maximum = let(T.ceil(score))
+    score = let(sink * f32(LOG2_E))
+    maximum = let(T.ceil(greater(f32(NOTHING), score)))
     return maximum, weight(score, maximum, 1)
 
 

@@ -131,6 +131,8 @@ class _Arithmetic:
             logits + self.work(LOG2_E) * bias.astype(self.work), np.array(sink, self.work) * self.work(LOG2_E)
         )
         top = logits.max()
+        if top == -np.inf:
+            return np.zeros(v.shape[1], self.work), top
         weights = np.exp2(logits - top)
         total = self.product(np.ones_like(weights)[None], weights)[0]
         return self.product(v.T, weights[: len(k)]) / total, top + np.log2(total)
@@ -144,7 +146,7 @@ class _Parts:
     rope: Rope | None = None
 
     def turned(self, x: NDArray[Any], positions: NDArray[np.int64], seq_len: int) -> NDArray[Any]:
-        return x if self.rope is None else rotate(x, positions, self.rope, seq_len)
+        return x if self.rope is None else rotate(x, np.maximum(positions, 0), self.rope, seq_len)
 
     def bias(self, head: int, distance: NDArray[np.int64]) -> NDArray[np.float64]:
         slope = 0.0 if self.alibi is None else float(self.alibi[head])
@@ -156,7 +158,8 @@ class _Parts:
 
 def _forwards(matrix: NDArray[Any], vector: NDArray[Any]) -> NDArray[Any]:
     # One term after another, as a kernel adds: BLAS's blocked sums would ask more than a kernel can.
-    return np.add.accumulate(matrix * vector, axis=1)[:, -1]
+    products = matrix * vector
+    return np.add.accumulate(products, axis=1)[:, -1] if products.size else products.sum(axis=1)
 
 
 def _backwards(matrix: NDArray[Any], vector: NDArray[Any]) -> NDArray[Any]:

@@ -67,7 +67,7 @@ def _assert_close(name: str, got: NDArray[Any], want: NDArray[Any], case: Case, 
     largest, eps = float(np.abs(want[np.isfinite(want)]).max(initial=0)), float(ml_dtypes.finfo(dtype).eps)
     yard_error = budget = 0.0
     for ways in ("yardsticks", "more_yardsticks"):
-        yard_error = max(yard_error, *(float(_errors(yard[part], want).max()) for yard in getattr(case, ways)))
+        yard_error = max([yard_error, *(float(_errors(yard[part], want).max()) for yard in getattr(case, ways))])
         if not np.isfinite(yard_error):
             raise AssertionError(f"{name}: no budget, plain float32 code has no finite result on this case")
         budget = 2 * (yard_error + eps * largest)

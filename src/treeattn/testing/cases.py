@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal, TypeAlias
@@ -15,7 +15,7 @@ from .. import reference
 from ..arrays import numpy_dtype, to_numpy
 from ..errors import IndexRangeError, ShapeError, UnsupportedError
 from ..masks import And, Causal, Leaf, Mask, Or, PaddedLeft, Tree, ValidLength
-from ..storage import PagedKV, RaggedKV
+from ..storage import LatentKV, PagedKV, RaggedKV
 from ..tree import TokenTree
 from .kinds import Batch, MaskFactory, mask_kinds, random_lengths
 
@@ -29,39 +29,46 @@ class Case:
     Attributes
     ----------
     q : NDArray ``[q_total, q_heads, d_qk]``
-    kv : RaggedKV or PagedKV
+    kv : RaggedKV, PagedKV or LatentKV
     mask : Mask
     q_indptr : int32 NDArray ``[num_seqs + 1]``
     sm_scale : float, or None for ``1 / sqrt(d_qk)``
+    parts : mapping
+        ``softcap``, ``alibi``, ``sink_logits``, ``rope``, as `treeattn.attention` takes them.
     """
 
     q: NDArray[Any]
-    kv: PagedKV | RaggedKV
+    kv: PagedKV | RaggedKV | LatentKV
     mask: Mask
     q_indptr: NDArray[np.int32]
     sm_scale: float | None = None
+    parts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_seqs(self) -> int:
         return len(self.q_indptr) - 1
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the call."""
+        return {"q_indptr": self.q_indptr, "sm_scale": self.sm_scale, **self.parts}
+
     @cached_property
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """``out, lse`` by the float64 reference."""
-        return reference.attention(self.q, self.kv, self.mask, q_indptr=self.q_indptr, sm_scale=self.sm_scale)
+        return reference.attention(self.q, self.kv, self.mask, **self.options)
 
     @cached_property
     def yardsticks(self) -> list[tuple[NDArray[Any], NDArray[np.float32]]]:
         """``out, lse`` in float32, rounded in four ways: on a small case a single one may be lucky."""
         ways = [{"folded": folded, "backwards": backwards} for folded, backwards in product((False, True), repeat=2)]
-        return [
-            reference.low_precision(self.q, self.kv, self.mask, q_indptr=self.q_indptr, sm_scale=self.sm_scale, **way)
-            for way in ways
-        ]
+        return [reference.low_precision(self.q, self.kv, self.mask, **self.options, **way) for way in ways]
 
     @cached_property
     def more_yardsticks(self) -> list[tuple[NDArray[Any], NDArray[np.float32]]]:
         """Twenty-four more, with ``q . k`` summed in other orders: asked for where the first four were lucky."""
+        if self.parts.get("rope") or isinstance(self.kv, LatentKV):
+            return []  # dims cannot trade places there
         parts = [_gather(self.kv, seq) for seq in range(self.num_seqs)]
         k, v = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         kv_indptr = _indptr(np.array([len(keys) for keys, _ in parts]))
@@ -71,8 +78,7 @@ class Case:
                 self.q[..., order],
                 RaggedKV(k[..., order], v, kv_indptr),
                 self.mask,
-                q_indptr=self.q_indptr,
-                sm_scale=self.sm_scale,
+                **self.options,
                 folded=way % 2 == 0,
                 backwards=way % 4 > 1,
             )
@@ -198,7 +204,7 @@ def alone(case: Case, seq: int, rng: np.random.Generator, *, storage: Layout = "
     q = case.q[case.q_indptr[seq] : case.q_indptr[seq + 1]]
     k, v = _gather(case.kv, seq)
     kv = pack(rng, k, v, _indptr(np.array([len(k)])), storage=storage, page_size=page_size)
-    return Case(q, kv, case.mask.fold(own, And, Or), _indptr(np.array([len(q)])), case.sm_scale)
+    return Case(q, kv, case.mask.fold(own, And, Or), _indptr(np.array([len(q)])), case.sm_scale, case.parts)
 
 
 def gather_path(
@@ -246,7 +252,7 @@ def gather_path(
     rows = [] if only_last else _rows_above(nodes, first_row)
     at = np.array([q_begin + member - first_row for member in [*rows, node]], np.int64)
     linear = case.mask.fold(_linear, And, Or)
-    return Case(case.q[at], kv, linear, _indptr(np.array([len(at)])), case.sm_scale), at
+    return Case(case.q[at], kv, linear, _indptr(np.array([len(at)])), case.sm_scale, case.parts), at
 
 
 def _rows_above(nodes: list[int], first_row: int) -> list[int]:
@@ -267,7 +273,7 @@ def _linear(leaf: Leaf) -> Mask:
     return leaf
 
 
-def _gather(kv: PagedKV | RaggedKV, seq: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def _gather(kv: PagedKV | RaggedKV | LatentKV, seq: int) -> tuple[NDArray[Any], NDArray[Any]]:
     k, v = reference.gather(kv, seq)
     kind = to_numpy(kv.k if isinstance(kv, RaggedKV) else kv.pages, "kv").dtype  # float64 in a check
     return k.astype(kind), v.astype(kind)
