@@ -15,6 +15,8 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as I
 
+ALIGNMENT = 2  # bytes that may be assumed of a tensor's memory: the least element's
+
 Expr = Any
 Buffer = Any
 PrimFunc = Any
@@ -54,8 +56,8 @@ def symbol(dtype: str = "int32") -> Expr:
 
 
 def matched(handle: Expr, shape: tuple[Expr, ...], dtype: str, offset: Expr | None = None) -> Buffer:
-    """Check a tensor argument's shape and dtype, and see it as a buffer."""
-    return I.match_buffer(handle, shape, dtype, elem_offset=offset)
+    """Check a tensor argument's shape and dtype, and see it as a buffer that may lie anywhere an element may."""
+    return I.match_buffer(handle, shape, dtype, elem_offset=offset, align=ALIGNMENT)
 
 
 def flattened(buffer: Buffer, dtype: str, offset: Expr = 0) -> Buffer:
