@@ -40,7 +40,9 @@ def test_masks_on_long_sequences(mask, storage):
     check(make_case(rng(1), mask=mask, storage=storage, lengths=lengths, q_heads=3, kv_heads=1, page_size=17))
 
 
-@pytest.mark.parametrize(("mask", "pair"), [(mask, PAIRS[1 + index % 8]) for index, mask in enumerate(mask_kinds())])
+@pytest.mark.parametrize(
+    ("mask", "pair"), [(mask, PAIRS[1 + index % 8]) for index, mask in enumerate(list(mask_kinds())[::2])]
+)
 def test_masks_in_other_dtypes(mask, pair):
     for storage in ("paged", "ragged"):
         check(make_case(rng(2), mask=mask, storage=storage, dtype=pair[0], kv_dtype=pair[1]))
@@ -79,7 +81,7 @@ HEAD_DIMS = [1, 8, 46, 56, 80, 96, 100, 112, 192, 256, 512, 576]
         (d, *pair)
         for index, d in enumerate(HEAD_DIMS)
         for pair in (("float32", "float32"), PAIRS[1 + index % 8])
-        if pair[0] == "float32" or d < 200  # the largest are slow to compile
+        if pair == PAIRS[0] or d in (1, 46, 80, 96, 192)  # each is a kernel to compile
     ],
 )
 def test_head_dims(d, dtype, kv_dtype):

@@ -9,6 +9,7 @@ for a while after their work and share a core with the next candidate's workers 
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -70,7 +71,7 @@ def interleave(candidates: Iterable[Candidate], seconds: float = 3.0, rounds: in
     samples, spent = dict.fromkeys(best, 0), dict.fromkeys(best, 0.0)
     share, start = seconds / max(len(candidates), 1), time.perf_counter()
     for turn in range(rounds):
-        for candidate in candidates:
+        for candidate in random.Random(turn).sample(candidates, len(candidates)):  # nobody always follows another
             name = candidate.name
             if turn >= 2 and spent[name] > share:
                 continue
