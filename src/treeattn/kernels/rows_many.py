@@ -66,6 +66,7 @@ class ManyRows:
         self.vectors = self.width // self.lanes
         for name, (offset, size) in workspace.many_rows(spec, config).items():
             setattr(self, name, part(args.workspace, max(size, 1), args.base + offset))
+        self.straight = spec.kv_dtype == "float32" and spec.rope is None and not spec.shared
         self.d_value = spec.d_v
         if spec.shared:
             self.values, self.d_value = self.keys, spec.d_qk
@@ -103,8 +104,17 @@ class ManyRows:
         """Take one block of columns into the sums of every row."""
         tokens = self.config.tokens
         groups = let(T.truncdiv(block.count + tokens - 1, tokens))
-        with loop(groups * tokens) as t:
-            self.args.load_key(walk, block.tile, block.base + t, self.keys, t * self.spec.d_qk)
+        panels = let(self.panels(block.tile))
+
+        def load_keys() -> None:
+            with loop(groups * tokens) as t:
+                self.args.load_key(walk, block.tile, block.base + t, self.keys, t * self.spec.d_qk)
+
+        if self.straight:
+            with when(panels > 1):
+                load_keys()
+        else:
+            load_keys()
         if not self.spec.shared:
             with loop(block.count) as t:
                 self._load_value(let(walk.value[block.base + t]), t)
@@ -113,7 +123,7 @@ class ManyRows:
         if self.spec.masks:
             with when(block.partial == 1):
                 self._find_nonfinite(block.count, broken)
-        with loop(self.panels(block.tile)) as panel:
+        with loop(panels) as panel:
             self._panel(walk, block, groups, panel, let(broken[0]))
 
     def _panel(self, walk: Walk, block: Block, groups: Expr, panel: Expr, broken: Expr) -> None:
@@ -124,11 +134,20 @@ class ManyRows:
         for j in vectors:
             put(highest[j], whole, self.maximum[state[j]])
         fetch = self._fetcher(walk, block.following)
-        either(
-            panel == 0,
-            lambda: self._score(panel, groups, highest, fetch),
-            lambda: self._score(panel, groups, highest, None),
-        )
+
+        def from_scratch() -> None:
+            either(
+                panel == 0,
+                lambda: self._score(panel, groups, highest, self._staged_key, fetch),
+                lambda: self._score(panel, groups, highest, self._staged_key, None),
+            )
+
+        if self.straight:
+            key = functools.partial(self._key_in_place, walk, block)
+            once = block.tile.num_rows <= self.width
+            either(once, lambda: self._score(panel, groups, highest, key, fetch), from_scratch)
+        else:
+            from_scratch()
         self._revise(walk, block, highest, state)
         for j in vectors:
             old, new = self.maximum[state[j]], let(T.ceil(highest[j][whole]))
@@ -146,12 +165,27 @@ class ManyRows:
         else:
             self._accumulate(panel, block.count, factor, guarded=False)
 
+    def _staged_key(self, token: Expr) -> Callable[[Expr], Expr]:
+        """Elements of a key that was converted to scratch."""
+        return lambda dim: self.keys[token * self.spec.d_qk + dim]
+
+    def _key_in_place(self, walk: Walk, block: Block, token: Expr) -> Callable[[Expr], Expr]:
+        """Elements of a float32 key where it lies: a single panel reads it once."""
+        slot = let(walk.key[block.base + token])
+        return lambda dim: self.args.k.data[slot + i64(dim)]
+
     def _score(
-        self, panel: Expr, groups: Expr, highest: list[Buffer], fetch: Callable[[Expr, Expr], None] | None
+        self,
+        panel: Expr,
+        groups: Expr,
+        highest: list[Buffer],
+        key: Callable[[Expr], Callable[[Expr], Expr]],
+        fetch: Callable[[Expr, Expr], None] | None,
     ) -> None:
         """``scores[column][row] = keys . queries``, and the running maximum as they are stored."""
         tokens, width, lanes, d = self.config.tokens, self.width, self.lanes, self.spec.d_qk
         with loop(groups) as group:
+            rows = [key(group * tokens + i) for i in range(tokens)]
 
             def done(i: int, j: int, value: Expr) -> None:
                 put(self.scores, span((group * tokens + i) * width + j * lanes, lanes), value)
@@ -160,7 +194,7 @@ class ManyRows:
             register_tile(
                 tokens, self.vectors, lanes, d,
                 init=lambda i, j: zero(lanes),
-                left=lambda i, k: self.keys[(group * tokens + i) * d + k],
+                left=lambda i, k: rows[i](k),
                 right=lambda k, j: self.queries[span((panel * d + k) * width + j * lanes, lanes)],
                 done=done,
                 step=(lambda k: fetch(group, k)) if fetch else None,
