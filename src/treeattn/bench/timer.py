@@ -15,7 +15,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
+QUIET = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "KMP_BLOCKTIME": "0",
+    "GOMP_SPINCOUNT": "0",
+    "OPENBLAS_THREAD_TIMEOUT": "4",  # NumPy's workers would spin for some 20 ms
+}
 SETTLE = 0.004  # seconds
 
 
