@@ -15,9 +15,11 @@ from .kernels.spec import KernelSpec
 from .launch import Launch
 from .logits import check_parts
 from .masks import Batch, Mask
-from .planner import Plan, check_heads, check_q_dtype, check_q_indptr, check_threads, make_work
-from .storage import Storage
-from .targets import available_threads
+from .planner import Plan, check_heads, check_q_dtype, check_q_indptr, check_rows, check_threads, make_work
+from .storage import Storage, check_storage
+from .targets import available_threads, runnable
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def attention(
@@ -92,9 +94,10 @@ def attention(
     queries = view(q, "q")
     if queries.ndim != 3:
         raise ShapeError(f"q: expected [q_total, q_heads, d_qk], got shape {queries.shape}")
-    _check_storage(kv)
+    check_storage(kv)
+    indptr = check_q_indptr(_default_indptr(q_indptr, queries.shape[0], kv.num_seqs), kv.num_seqs, queries.shape[0])
     step = plan(
-        kv, mask, q_indptr=_default_indptr(q_indptr, queries.shape[0], kv.num_seqs), q_heads=queries.shape[1],
+        kv, mask, q_indptr=indptr, q_heads=queries.shape[1],
         dtype=queries.dtype, sm_scale=sm_scale, softcap=softcap, alibi=alibi, sink_logits=sink_logits, rope=rope,
         threads=threads, target=target, check=check,
     )  # fmt: skip
@@ -144,7 +147,7 @@ def plan(
     TreeAttnError
         Bad input.
     """
-    _check_storage(kv)
+    check_storage(kv)
     if not isinstance(mask, Mask):
         raise DTypeError(f"mask: expected a Mask such as ta.Causal() or ta.Tree(trees), got {type(mask).__name__}")
     table, pools = kv.table, kv.pools
@@ -156,11 +159,13 @@ def plan(
         rope=(parts.rope.style, parts.rope.rotary_dim or pools.d_qk) if parts.rope else None,
         logits=parts.form, shared=pools.shared, moved=table.moves is not None,
     )  # fmt: skip
-    batch = Batch(check_q_indptr(q_indptr, kv.num_seqs), table.kv_len, trees, table.moves)
+    offsets = check_q_indptr(q_indptr, kv.num_seqs)
+    check_rows(offsets, q_heads // pools.kv_heads)
+    batch = Batch(offsets, table.kv_len, trees, table.moves)
     if check:
         kv.validate()
         mask.check(batch)
-    compiled = kernel(spec, target)
+    compiled = kernel(spec, runnable(target))
     count = check_threads(threads, available_threads())
     work = make_work(
         batch, simple, table, kv_heads=pools.kv_heads, group=q_heads // pools.kv_heads, config=compiled.config,
@@ -193,14 +198,15 @@ def merge(*states: Any) -> tuple[Any, Any]:
     """
     if len(states) < 4 or len(states) % 2:
         raise ShapeError(f"merge: expected out_a, lse_a, out_b, lse_b, ..., got {len(states)} arrays")
-    outs = [to_numpy(state, f"out {i}") for i, state in enumerate(states[::2])]
-    lses = [to_numpy(state, f"lse {i}").astype(np.float32) for i, state in enumerate(states[1::2])]
+    outs = [_check_state(state, f"out {i}") for i, state in enumerate(states[::2])]
+    lses = [_check_state(state, f"lse {i}") for i, state in enumerate(states[1::2])]
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if out.shape != outs[0].shape or lse.shape != outs[0].shape[:-1]:
+        if out.ndim == 0 or out.shape != outs[0].shape or lse.shape != outs[0].shape[:-1]:
             raise ShapeError(
-                f"merge: expected out {outs[0].shape} and lse {outs[0].shape[:-1]} in state {i}, "
-                f"got {out.shape} and {lse.shape}"
+                f"merge: expected out [..., d_v] and lse [...] of one shape in every state, "
+                f"got {out.shape} and {lse.shape} in state {i}"
             )
+    lses = [lse.astype(np.float32) for lse in lses]
     out, lse = _merge(outs, lses)
     return _like(out.astype(outs[0].dtype), states[0]), _like(lse, states[0])
 
@@ -208,6 +214,13 @@ def merge(*states: Any) -> tuple[Any, Any]:
 def to_natural(lse: Any) -> Any:
     """Turn a base-2 log-sum-exp into a natural one: ``lse * ln 2``."""
     return lse * math.log(2.0)
+
+
+def _check_state(array: Any, name: str) -> NDArray[Any]:
+    state = to_numpy(array, name)
+    if state.dtype.kind != "f" and state.dtype.name != "bfloat16":
+        raise DTypeError(f"{name}: expected floating-point numbers, got dtype {state.dtype}")
+    return state
 
 
 def _merge(
@@ -252,11 +265,6 @@ def _scale(sm_scale: Any, d_qk: int) -> float:
         return 1.0 / math.sqrt(d_qk)
     if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float | np.integer | np.floating):
         raise DTypeError(f"sm_scale: expected a number, got {type(sm_scale).__name__}")
-    if not math.isfinite(sm_scale):
-        raise ShapeError(f"sm_scale: expected a finite number, got {sm_scale}")
+    if not abs(sm_scale) <= FLOAT32_MAX:
+        raise ShapeError(f"sm_scale: expected a finite float32 number, got {sm_scale}")
     return float(sm_scale)
-
-
-def _check_storage(kv: Any) -> None:
-    if not isinstance(kv, Storage):
-        raise DTypeError(f"kv: expected RaggedKV or PagedKV, got {type(kv).__name__}; wrap the arrays in one of them")

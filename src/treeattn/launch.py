@@ -14,7 +14,7 @@ from .arrays import IntArray, View, as_kind, empty_like_kind, view
 from .errors import DTypeError, ShapeError
 from .logits import LogitParts
 from .rope import TABLE_LOW
-from .storage import Pools, Storage
+from .storage import Pools, Storage, check_storage
 
 if TYPE_CHECKING:
     from .planner import Work
@@ -44,6 +44,8 @@ class Launch:
 
     def run(self, q: Any, kv: Storage | None, out: Any, check: bool) -> tuple[Any, Any]:
         """Launch with the arrays of one layer."""
+        if kv is not None:
+            check_storage(kv)
         queries, pools = view(q, "q"), self.pools if kv is None else kv.pools
         if check:
             self._check(queries, pools)
@@ -131,8 +133,18 @@ class Launch:
             raise ShapeError(
                 "out: expected aligned memory with a contiguous last axis, got another layout; pass out=None"
             )
+        token, head = target.strides[:2]
+        tokens, heads, d = shape
+        if not (_apart(token, head, tokens, heads, d) or _apart(head, token, heads, tokens, d)):
+            raise ShapeError("out: expected rows in places of their own, got strides that overlap; pass out=None")
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ShapeError("out: expected writable memory, got a read-only array; pass out=None")
+
+
+def _apart(outer: int, inner: int, count: int, inner_count: int, size: int) -> bool:
+    """Whether rows of ``size`` elements, ``inner`` apart within ``outer`` steps, never overlap."""
+    fine = inner_count <= 1 or abs(inner) >= size
+    return fine and (count <= 1 or abs(outer) >= abs(inner) * (inner_count - 1) + size)
 
 
 def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:

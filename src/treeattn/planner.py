@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import DTYPES, IntArray, check_dtype, indices
+from .arrays import DTYPES, INT32_MAX, IntArray, check_dtype, indices
 from .errors import DTypeError, IndexRangeError, ShapeError
 from .launch import Launch
 from .masks import Batch, Mask, tile_spans
 from .schedules.tiles import TileConfig
 from .storage import PageTable, Storage, check_indptr
 
+MOST_THREADS = 64
 LANES = 8  # bounds are read by vectors of tokens
 BLOCK_COST = 24
 """What a block costs beside its columns, in columns: softmax state, rescaling, addresses."""
@@ -212,20 +213,28 @@ class Plan:
         return self._launch.run(q, kv, out, check)
 
 
-def check_q_indptr(q_indptr: Any, num_seqs: int) -> IntArray:
-    """Return ``q_indptr`` as int32 ``[num_seqs + 1]``, checked."""
+def check_q_indptr(q_indptr: Any, num_seqs: int, q_total: int | None = None) -> IntArray:
+    """Return ``q_indptr`` as int32 ``[num_seqs + 1]``, checked, and against ``q_total`` where it is known."""
     indptr = indices(q_indptr, "q_indptr")
     if len(indptr) != num_seqs + 1:
         raise ShapeError(f"q_indptr: expected shape [num_seqs + 1] = [{num_seqs + 1}], got [{len(indptr)}]")
-    check_indptr(indptr, int(indptr[-1]), "q_indptr", "q")
+    check_indptr(indptr, int(indptr[-1]) if q_total is None else q_total, "q_indptr", "q")
     return indptr
+
+
+def check_rows(q_indptr: IntArray, group: int) -> None:
+    """Check that rows (query tokens times heads of a group) can be counted in int32."""
+    if int(q_indptr[-1]) * group > INT32_MAX:
+        raise IndexRangeError(
+            f"q_indptr: expected at most {INT32_MAX} rows, got {q_indptr[-1]} tokens times {group} heads a kv head"
+        )
 
 
 def check_heads(q_heads: Any, kv_heads: int) -> int:
     """Return ``q_heads``, a positive multiple of ``kv_heads``."""
     if isinstance(q_heads, bool) or not isinstance(q_heads, int | np.integer):
         raise DTypeError(f"q_heads: expected an integer, got {type(q_heads).__name__}")
-    if q_heads < 1 or q_heads % kv_heads:
+    if not 1 <= q_heads <= INT32_MAX or q_heads % kv_heads:
         raise ShapeError(f"q_heads: expected a positive multiple of kv_heads ({kv_heads}), got {q_heads}")
     return int(q_heads)
 
@@ -238,7 +247,7 @@ def check_threads(threads: Any, most: int) -> int:
         raise DTypeError(f"threads: expected an integer or None, got {type(threads).__name__}")
     if threads < 1:
         raise IndexRangeError(f"threads: expected 1 or more, got {threads}")
-    return int(threads)
+    return min(int(threads), max(most, MOST_THREADS))  # more than there are processors only take turns
 
 
 def check_q_dtype(dtype: Any) -> str:

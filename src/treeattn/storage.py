@@ -294,6 +294,14 @@ class LatentKV(PageTableStorage):
         return pages
 
 
+def check_storage(kv: Any) -> None:
+    """Check that ``kv`` is one of this module's storages."""
+    if not isinstance(kv, Storage):
+        raise DTypeError(
+            f"kv: expected RaggedKV, PagedKV or LatentKV, got {type(kv).__name__}; wrap the arrays in one of them"
+        )
+
+
 def check_indptr(indptr: IntArray, total: int, name: str, of: str) -> None:
     """Check that ``indptr`` starts at 0, never falls and ends at ``total``, the length of ``of``."""
     if len(indptr) == 0 or indptr[0] != 0:

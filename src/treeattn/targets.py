@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -69,11 +70,29 @@ def resolve(target: Any) -> TargetTraits:
     """
     if isinstance(target, TargetTraits):
         return target
-    if target is None or target == "llvm":
+    if target is None or (isinstance(target, str) and target == "llvm"):
         return host()
     if isinstance(target, str) and target in KNOWN:
         return KNOWN[target]
     raise UnsupportedError(f"target: expected 'llvm' or one of {', '.join(KNOWN)}, got {target!r}")
+
+
+def runnable(target: Any) -> TargetTraits:
+    """Return the traits of ``target`` if this machine can run its code.
+
+    Raises
+    ------
+    UnsupportedError
+        Code for another kind of processor, or for vectors this one lacks.
+    """
+    traits, here = resolve(target), host()
+    arm = platform.machine().lower() in ("aarch64", "arm64")
+    if traits.cpu != HOST_CPU and (arm != (traits.vector == "neon") or traits.vector_bits > here.vector_bits):
+        raise UnsupportedError(
+            f"target: expected code that this {platform.machine()} machine with {here.vector} vectors runs, "
+            f"got {target!r} for {traits.cpu}; compile for it with treeattn.compiler.build"
+        )
+    return traits
 
 
 HOST_CPU = "host"

@@ -59,7 +59,7 @@ def test_parts_in_other_dtypes(parts, dtype):
     st.integers(0, 2**32 - 1),
 )
 def test_a_path_replayed_linearly_is_the_same(mask, parts, dtype, storage, seed):
-    """Verify equals decode, bit for bit, whatever the parts: positions are depths. Parents come first, as in decoding."""
+    """Verify equals decode, bit for bit, whatever the parts. Parents come first, as in decoding."""
     random = rng(seed)
     trees = [parents_first(random_forest(random, int(size))) for size in random.integers(1, 30, 2)]
     contexts = random.integers(0, 90, 2).tolist()
