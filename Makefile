@@ -3,15 +3,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TESTS ?= tests
+TESTS ?= $(filter-out tests/run/test_tvm_%,$(wildcard tests/*/test_*.py))
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test test-tvm bench lint format clean
 
 demo: $(STAMP)
 	$(BIN)/treeattn demo
 
+# Each file in a process of its own: a crash in one cannot hide in another.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(TESTS)
+	@failed=; for file in $(TESTS); do echo "$$file"; $(BIN)/python -m pytest $$file || failed="$$failed $$file"; done; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+test-tvm: $(STAMP)
+	$(MAKE) test TESTS="$(wildcard tests/run/test_tvm_*.py)"
 
 bench: $(STAMP)
 	$(BIN)/treeattn bench $(ARGS)
