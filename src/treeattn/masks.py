@@ -279,7 +279,12 @@ class Tree(Leaf):
     test: ClassVar[str] = "tree"
 
     def __post_init__(self) -> None:
-        trees = (self.trees_of,) if isinstance(self.trees_of, TokenTree) else tuple(self.trees_of)
+        try:
+            trees = (self.trees_of,) if isinstance(self.trees_of, TokenTree) else tuple(self.trees_of)
+        except TypeError:
+            raise DTypeError(
+                f"trees: expected a list of TokenTree, one per sequence, got {type(self.trees_of).__name__}"
+            ) from None
         for index, tree in enumerate(trees):
             if not isinstance(tree, TokenTree):
                 raise DTypeError(
