@@ -17,7 +17,7 @@ from treeattn.kernels.spec import KernelSpec
 from treeattn.schedules.tiles import TileConfig
 from treeattn.targets import KNOWN, host
 from treeattn.testing import alone, gather_path, make_case, mask_kinds, pack, random_forest, random_trees, repack
-from treeattn.testing.strategies import cases, lengths, seeds, trees
+from treeattn.testing.strategies import lengths, seeds, trees
 
 DRAWN = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 LINEAR = {"tree": "causal", "tree&window": "causal&window", "tree&(window|sink)": "causal&(window|sink)"}
@@ -239,11 +239,7 @@ def test_rows_of_a_prefill_equal_a_smaller_one(case):
 
 
 @DRAWN
-@given(
-    cases(masks=["tree", "causal"], dtypes=["float32"], max_context=40).filter(
-        lambda case: case.q.shape[2] == 16 == case.kv.pools.d_v
-    )
-)
+@given(bounded_cases(["tree", "causal"]))
 def test_heads_are_independent(case):
     """Each group of heads computed on its own."""
     together = attend(case)
