@@ -208,7 +208,7 @@ def merge(*states: Any) -> tuple[Any, Any]:
             )
     lses = [lse.astype(np.float32) for lse in lses]
     out, lse = _merge(outs, lses)
-    return _like(out.astype(outs[0].dtype), states[0]), _like(lse, states[0])
+    return as_kind(out.astype(outs[0].dtype), states[0]), as_kind(lse, states[0])
 
 
 def to_natural(lse: Any) -> Any:
@@ -237,17 +237,6 @@ def _merge(
         out += np.where(held, part.astype(np.float32), np.float32(0)) * weight[..., None]
     with np.errstate(divide="ignore"):
         return out, (highest + np.log2(total)).astype(np.float32)
-
-
-def _like(result: NDArray[Any], array: Any) -> Any:
-    if type(array).__module__.startswith("torch"):
-        import sys
-
-        torch = sys.modules["torch"]
-        if result.dtype.name == "bfloat16":
-            return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(result)
-    return as_kind(result, array)
 
 
 def _default_indptr(q_indptr: Any, q_total: int, num_seqs: int) -> Any:

@@ -89,7 +89,12 @@ def empty_like_kind(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def as_kind(result: Any, array: Any) -> Any:
-    """Hand ``result`` back as the caller's kind of array (JAX in, JAX out; NumPy and PyTorch are there already)."""
+    """Hand ``result`` back as the caller's kind of array: PyTorch in, PyTorch out, and JAX likewise."""
+    if _is_torch(array) and isinstance(result, np.ndarray):
+        torch = sys.modules["torch"]
+        if result.dtype.name == "bfloat16":
+            return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(result)
     if type(array).__module__.startswith("jax"):
         return sys.modules["jax"].numpy.asarray(result)
     return result

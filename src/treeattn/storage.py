@@ -154,13 +154,13 @@ class PageTableStorage(Storage):
     def table(self) -> PageTable:  # type: ignore[override]
         """The page table kernels walk."""
         indptr = indices(self.page_indptr, "page_indptr")
-        check_indptr(indptr, len(indices(self.page_ids, "page_ids")), "page_indptr", "page_ids")
+        ids = indices(self.page_ids, "page_ids")
+        check_indptr(indptr, len(ids), "page_indptr", "page_ids")
         last, page_size = self._last_page_len, self.page_size
         num_pages = np.diff(indptr).astype(np.int64)
         kv_len = np.where(num_pages > 0, (num_pages - 1) * page_size + last, last)
         if kv_len.size and int(kv_len.max()) > INT32_MAX:
             raise IndexRangeError(f"page_indptr: a sequence of {kv_len.max()} keys; at most {INT32_MAX} are offered")
-        ids = indices(self.page_ids, "page_ids")
         return PageTable(indptr, ids, page_size, kv_len.astype(np.int32), self._moves(len(kv_len)))
 
     @property

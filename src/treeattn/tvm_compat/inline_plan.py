@@ -33,10 +33,9 @@ from ..kernels.emit import (
 from ..kernels.spec import KernelSpec, Sizes
 from ..kernels.walk import SPAN_FIELDS
 from ..kernels.workspace import workspace_floats
+from ..planner import BLOCK_COST, LANES
 
 WORKERS = 64
-LANES = 8
-BLOCK_COST = 24
 MOST_SPANS = 3
 MOST_HIGH_ROWS = 2**14
 """Of the angle tables: positions up to this many times their low rows."""
