@@ -147,18 +147,20 @@ class FewRows:
         for _, _, accumulator in accumulators:
             put(accumulator, whole, zero(8))
 
-        def multiply(dim: Expr, keys: list[Expr]) -> None:
+        def multiply(dim: Expr, strip: int, key: Expr) -> None:
             for i, j, accumulator in accumulators:
-                query = broadcast(self.queries[i * d + dim], 8)
-                put(accumulator, whole, fma(query, keys[j], accumulator[whole], 8))
+                if j == strip:
+                    query = broadcast(self.queries[i * d + dim], 8)
+                    put(accumulator, whole, fma(query, key, accumulator[whole], 8))
 
         with loop(d // 4) as c:
             self._fetch_values(walk, first, c, d // 4)
-            dims = zip(*(self._four_dims(strip, c * 4) for strip in strips), strict=True)
-            for n, keys in enumerate(dims):
-                multiply(c * 4 + n, list(keys))
+            for j, strip in enumerate(strips):  # one strip after another: more keys do not fit the registers
+                for n, key in enumerate(self._four_dims(strip, c * 4)):
+                    multiply(c * 4 + n, j, key)
         for dim in range(d // 4 * 4, d):
-            multiply(i32(dim), [self._one_dim(strip, dim) for strip in strips])
+            for j, strip in enumerate(strips):
+                multiply(i32(dim), j, self._one_dim(strip, dim))
         for i, j, accumulator in accumulators:
             put(self.scores, span(i * self.columns + out + j * 8, 8), accumulator[whole])
 
