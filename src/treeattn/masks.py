@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from .arrays import INT32_MAX, IntArray, indices
 from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
-from .tree import TokenTree
+from .tree import TokenTree, lay_out
 
 Form: TypeAlias = tuple[Any, ...]
 BoolArray: TypeAlias = NDArray[np.bool_]
@@ -70,9 +70,10 @@ class Batch:
         """``(enter, exit, depth)`` of every node, int32 ``[num_nodes, 3]``."""
         if not self.trees or self.node_indptr[-1] == 0:
             return np.zeros((0, 3), np.int32)
-        intervals = np.concatenate([tree.intervals for tree in self.trees])
-        depth = np.concatenate([tree.depth for tree in self.trees])
-        return np.concatenate([intervals, depth[:, None]], axis=1)
+        first = np.repeat(self.node_indptr[:-1], np.diff(self.node_indptr))
+        parents = np.concatenate([tree.parents for tree in self.trees])
+        depth, intervals = lay_out(np.where(parents < 0, np.int32(-1), parents + first))  # all trees as one forest
+        return np.concatenate([intervals - first[:, None], depth[:, None]], axis=1)
 
     @cached_property
     def prefix_len(self) -> IntArray:
@@ -167,11 +168,13 @@ class Mask:
         for leaf in self.leaves():
             leaf.check(batch)
 
-    def bounds(self, batch: Batch) -> IntArray:
-        """Bounds of every row for every leaf, int32 ``[num_leaves, q_total]``."""
-        return np.stack([np.broadcast_to(leaf.bound(batch), batch.row.shape) for leaf in self.leaves()]).astype(
-            np.int32
-        )
+    def bounds(self, batch: Batch, spare: int = 0) -> IntArray:
+        """Bounds of every row for every leaf, int32 ``[num_leaves, q_total + spare]``, zero in the spare places."""
+        leaves, q_total = list(self.leaves()), len(batch.row)
+        bounds = np.zeros((len(leaves), q_total + spare), np.int32)
+        for place, leaf in zip(bounds, leaves, strict=True):
+            place[:q_total] = leaf.bound(batch)
+        return bounds
 
 
 @dataclass(frozen=True, eq=False)

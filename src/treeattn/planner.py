@@ -62,7 +62,7 @@ def make_work(
 ) -> Work:
     """Cut rows in tiles, find the columns each visits, and deal tiles times kv heads to threads."""
     tiles = cut_rows(batch.q_len * group, config)
-    bounds = mask.bounds(batch)
+    bounds = mask.bounds(batch, spare=LANES)
     first, last = _token_range(batch, tiles, group)
     low, high = _bound_range(bounds, first, last)
     for k, leaf in enumerate(mask.leaves()):
@@ -80,8 +80,8 @@ def make_work(
         items=items,
         item_indptr=item_indptr,
         seqs=_contiguous(np.concatenate([fixed, moves], axis=1)),
-        spans=_contiguous(np.concatenate([spans, np.zeros((1, 3), np.int32)])),  # the walk reads one past the last
-        bounds=_contiguous(np.pad(bounds, ((0, 0), (0, LANES)))),
+        spans=np.concatenate([spans, np.zeros((1, 3), np.int32)]),  # the walk reads one past the last
+        bounds=bounds,
         positions=_contiguous(batch.position) if positions else np.zeros(1, np.int32),
         nodes=_contiguous(batch.nodes),
         last_position=batch.last_position if positions else 0,
@@ -108,13 +108,12 @@ def _token_range(batch: Batch, tiles: Tiles, group: int) -> tuple[IntArray, IntA
 
 
 def _bound_range(bounds: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
-    """Least and greatest bound of each tile's tokens ``first .. last``, for every leaf."""
+    """Least and greatest bound of each tile's tokens ``first .. last``, for every leaf; ``bounds`` has spare places."""
     if len(first) == 0:
         empty = np.zeros((len(bounds), 0), np.int32)
         return empty, empty
-    padded = np.pad(bounds, ((0, 0), (0, 1)))
     edges = np.stack([first, last + 1], axis=1).ravel()
-    return np.minimum.reduceat(padded, edges, axis=1)[:, ::2], np.maximum.reduceat(padded, edges, axis=1)[:, ::2]
+    return np.minimum.reduceat(bounds, edges, axis=1)[:, ::2], np.maximum.reduceat(bounds, edges, axis=1)[:, ::2]
 
 
 def _cost(tiles: Tiles, columns: IntArray, config: TileConfig) -> NDArray[np.int64]:
@@ -131,17 +130,15 @@ def _deal(
     num_tiles = len(tiles.seq)
     heads = np.repeat(np.arange(kv_heads, dtype=np.int32), num_tiles)
     tile = np.tile(np.arange(num_tiles), kv_heads)
-    order = np.lexsort((tile, heads, tiles.seq[tile]))  # row tiles of one head share its keys: keep them together
+    order = np.argsort(tiles.seq[tile], kind="stable")  # row tiles of one head share its keys: keep them together
+    owner = _balance(cost[tile[order]], heads[order], kv_heads, threads)
+    order = order[np.argsort(owner, kind="stable")]
     tile, heads = tile[order], heads[order]
-    owner = _balance(cost[tile], heads, kv_heads, threads)
-    by_thread = np.argsort(owner, kind="stable")
-    tile, heads = tile[by_thread], heads[by_thread]
-    fields = (
-        tiles.kind[tile], tiles.seq[tile], heads, tiles.row_begin[tile], tiles.num_rows[tile],
-        span_indptr[tile], span_indptr[tile + 1],
-    )  # fmt: skip
+    fields = tiles.kind, tiles.seq, tiles.seq, tiles.row_begin, tiles.num_rows, span_indptr[:-1], span_indptr[1:]
+    items = np.stack(fields, axis=1).astype(np.int32)[tile]
+    items[:, 2] = heads
     per_thread = np.bincount(owner, minlength=threads)
-    return _contiguous(np.stack(fields, axis=1)), _contiguous(np.concatenate([[0], np.cumsum(per_thread)]))
+    return items, _contiguous(np.concatenate([[0], np.cumsum(per_thread)]))
 
 
 def _balance(cost: NDArray[np.int64], head: IntArray, kv_heads: int, threads: int) -> NDArray[np.intp]:

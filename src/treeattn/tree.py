@@ -8,7 +8,7 @@ here recurses, so a chain of 100,000 nodes is as welcome as a bushy tree.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -49,12 +49,12 @@ class TokenTree:
 
     parents: NDArray[np.int32]
     labels: tuple[Hashable, ...] | None
-    _order: Sequence[int]  # parents first, siblings in node order
 
     def __init__(self, parents: ArrayLike, labels: Iterable[Hashable] | None = None) -> None:
         checked = _check_parents(parents)
         kept = None if labels is None else _check_labels(labels, checked.size)
-        self.__dict__.update(parents=checked, labels=kept, _order=_parents_first(checked))
+        _check_acyclic(checked)
+        self.__dict__.update(parents=checked, labels=kept)
 
     @classmethod
     def from_parents(cls, parents: ArrayLike) -> TokenTree:
@@ -206,21 +206,7 @@ class TokenTree:
 
     @cached_property
     def _layout(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        n, parents = self.num_nodes, self.parents.tolist()
-        # Lists have one entry more than nodes: a root's parent -1 is that entry, above all roots.
-        size = [1] * n + [0]
-        for node in reversed(self._order):
-            size[parents[node]] += size[node]
-        depth, enter, free = [0] * n + [-1], [0] * (n + 1), [0] * (n + 1)
-        for node in self._order:
-            parent = parents[node]
-            depth[node] = depth[parent] + 1
-            enter[node] = start = free[parent]
-            free[node] = start + 1
-            free[parent] = start + size[node]
-        intervals = np.empty((n, 2), np.int32)
-        intervals[:, 0], intervals[:, 1] = enter[:-1], free[:-1]  # all children placed: free is now the exit
-        return _frozen(np.array(depth[:-1], np.int32)), _frozen(intervals)
+        return lay_out(self.parents)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TokenTree) and np.array_equal(self.parents, other.parents)
@@ -238,6 +224,35 @@ class TokenTree:
         if self.num_nodes <= 16:
             return f"TokenTree.from_parents({self.parents.tolist()})"
         return f"<TokenTree of {self.num_nodes} nodes, {self.depth.max() + 1} deep>"
+
+
+def lay_out(parents: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return depth ``[n]`` and preorder intervals ``[n, 2]`` of a forest, by pointer doubling.
+
+    After k steps a node knows its ancestors, and its descendants, less than 2**k levels away.
+    """
+    n = len(parents)
+    top = n  # above all roots
+    parent = np.append(np.where(parents < 0, top, parents), top).astype(np.intp)
+    ups, up = [], parent
+    depth, size = (parent < top).astype(np.int32), np.append(np.ones(n, np.int32), np.int32(0))
+    while up.min(initial=top) < top:
+        ups.append(up)
+        depth += depth[up]
+        size[:n] += np.bincount(up, size, n + 1)[:n].astype(np.int32)
+        up = up[up]
+    enter = np.zeros(n + 1, np.int32)  # for now the distance from a parent's enter, later the sum of them
+    siblings = parent[:-1].argsort(kind="stable")
+    ends = np.cumsum(size[siblings], dtype=np.int32)
+    family = parent[siblings]
+    first = np.append(True, family[1:] != family[:-1])[:n]
+    begins = ends - size[siblings]
+    enter[siblings] = begins - np.repeat(begins[first], np.diff(np.append(np.flatnonzero(first), n)))
+    enter[:-1] += parents >= 0
+    for up in ups:
+        enter += enter[up]
+    intervals = np.stack([enter[:-1], enter[:-1] + size[:-1]], axis=1)
+    return _frozen(depth[:-1]), _frozen(intervals)
 
 
 def _frozen(array: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -274,19 +289,14 @@ def _check_parents(parents: ArrayLike) -> NDArray[np.int32]:
     return _frozen(np.array(array, np.int32))
 
 
-def _parents_first(parents: NDArray[np.int32]) -> Sequence[int]:
-    """Nodes so ordered that parents precede children; a cycle has no such order and is refused."""
-    nodes = np.arange(parents.size, dtype=np.int32)
-    if (parents < nodes).all():
-        return range(parents.size)
+def _check_acyclic(parents: NDArray[np.int32]) -> None:
+    if (parents < np.arange(parents.size, dtype=np.int32)).all():
+        return
     # Pointer doubling: after k steps up[i] is the 2**k-th ancestor; the entry at -1 stays above all roots.
     up = np.append(parents, np.int32(-1))
-    depth = (up >= 0).astype(np.int32)
     for _ in range(parents.size.bit_length() + 1):
         if up.max() < 0:
-            order: list[int] = depth[:-1].argsort(kind="stable").tolist()
-            return order
-        depth += depth[up]
+            return
         up = up[up]
     cycle = f"the cycle {_cycle(parents, int(up.max()))} (node -> parent)"
     raise ShapeError(_wrong("parents", "a forest", cycle, "give one of its nodes the parent -1"))
