@@ -88,8 +88,16 @@ def empty_like_kind(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
     return np.empty(shape, numpy_dtype(dtype))
 
 
+def address(array: Any) -> int:
+    """Return where the first element of a NumPy or PyTorch array on the host lies."""
+    pointer: int = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data_ptr()
+    return pointer
+
+
 def as_kind(result: Any, array: Any) -> Any:
     """Hand ``result`` back as the caller's kind of array: PyTorch in, PyTorch out, and JAX likewise."""
+    if isinstance(array, np.ndarray):
+        return result
     if _is_torch(array) and isinstance(result, np.ndarray):
         torch = sys.modules["torch"]
         if result.dtype.name == "bfloat16":
@@ -170,7 +178,7 @@ def _view_numpy(array: NDArray[Any], name: str) -> View:
         array = np.array(array, order="C")
         strides = array.strides
     steps = tuple([stride // itemsize for stride in strides])
-    return View(array.__array_interface__["data"][0], array.shape, steps, label, array)
+    return View(address(array), array.shape, steps, label, array)
 
 
 def _view_torch(tensor: Any, name: str) -> View:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import IntArray, View, as_kind, empty_like_kind, view
+from .arrays import IntArray, View, address, as_kind, empty_like_kind, view
 from .errors import DTypeError, ShapeError
 from .logits import LogitParts
 from .rope import TABLE_LOW
@@ -41,6 +41,11 @@ class Launch:
         self.q_dtype = self.kernel.spec.q_dtype
         self.static = self._static()
         self.pointers = tuple(_pointer(array) for array in self.static)
+        cap = (self.parts.softcap or 1.0) * LOG2_E
+        self.scalars = (
+            self.threads, self.q_heads // self.pools.kv_heads, self.table.page_size, self.work.bounds.shape[1],
+            self.sm_scale, cap, 1 / cap,
+        )  # fmt: skip
 
     def run(self, q: Any, kv: Storage | None, out: Any, check: bool) -> tuple[Any, Any]:
         """Launch with the arrays of one layer."""
@@ -52,22 +57,19 @@ class Launch:
         shape = (self.q_total, self.q_heads, pools.d_v)
         result = empty_like_kind(q, shape, self.q_dtype) if out is None else out
         lse = empty_like_kind(q, shape[:2], "float32")
-        target = view(result, "out")
-        if out is not None:
-            self._check_out(target, result, shape)
+        if out is None:
+            place, strides = address(result), (self.q_heads * pools.d_v, pools.d_v)
+        else:
+            target = view(out, "out")
+            self._check_out(target, out, shape)
+            place, strides = target.pointer, (target.strides[0], target.strides[1])
         if self.work.items.size:
-            self._call(queries, pools, target, view(lse, "lse"))
+            layer = map(ctypes.c_void_p, (queries.pointer, pools.k.pointer, pools.v.pointer, place, address(lse)))
+            self.kernel(
+                *layer, *self.pointers, *self._scratch(), *self.scalars, *queries.strides[:2], *strides, self.q_heads,
+                *pools.k_strides, *pools.v_strides,
+            )  # fmt: skip
         return (as_kind(result, q) if out is None else out), as_kind(lse, q)
-
-    def _call(self, q: View, pools: Pools, out: View, lse: View) -> None:
-        layer = (q.pointer, pools.k.pointer, pools.v.pointer, out.pointer, lse.pointer)
-        cap = (self.parts.softcap or 1.0) * LOG2_E
-        self.kernel(
-            *map(ctypes.c_void_p, layer), *self.pointers, *map(_pointer, self._workspace()),
-            self.threads, self.q_heads // pools.kv_heads, self.table.page_size, self.work.bounds.shape[1],
-            self.sm_scale, cap, 1 / cap, *q.strides[:2], *out.strides[:2], lse.strides[0],
-            *pools.k_strides, *pools.v_strides,
-        )  # fmt: skip
 
     def _static(self) -> tuple[NDArray[Any], ...]:
         """Arrays of the plan, in the order of the kernel's arguments; an absent part is never read."""
@@ -89,14 +91,28 @@ class Launch:
         tables = self.parts.rope.tables(self.pools.d_qk, last, last + 1)
         return tables[:TABLE_LOW], tables[TABLE_LOW:]
 
-    def _workspace(self) -> tuple[NDArray[np.float32], IntArray]:
+    def workspace(self) -> tuple[NDArray[np.float32], IntArray]:
+        """Return the scratch memory of the calling thread, made at its first call."""
         if not hasattr(self.local, "arrays"):
             leaves, rows = self.kernel.spec.num_bounds, max(self.kernel.config.rows, 8)
             floats = np.empty(self.threads * self.kernel.workspace_floats + 16, np.float32)
             skip = -floats.ctypes.data % 64 // 4
-            self.local.arrays = floats[skip:], np.empty(self.threads * leaves * rows, np.int32)
+            self.use_workspace(floats[skip:], np.empty(self.threads * leaves * rows, np.int32))
         arrays: tuple[NDArray[np.float32], IntArray] = self.local.arrays
         return arrays
+
+    def use_workspace(self, floats: NDArray[np.float32], bounds: IntArray) -> None:
+        """Give the calling thread other scratch memory, of the sizes of `workspace`."""
+        self.local.arrays = floats, bounds
+        self.local.pointers = _pointer(floats), _pointer(bounds)
+
+    def _scratch(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        try:
+            pointers: tuple[ctypes.c_void_p, ctypes.c_void_p] = self.local.pointers
+        except AttributeError:
+            self.workspace()
+            pointers = self.local.pointers
+        return pointers
 
     def _check(self, q: View, pools: Pools) -> None:
         wanted = (self.q_total, self.q_heads, self.pools.d_qk)
@@ -148,4 +164,4 @@ def _apart(outer: int, inner: int, count: int, inner_count: int, size: int) -> b
 
 
 def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.__array_interface__["data"][0])
+    return ctypes.c_void_p(address(array))

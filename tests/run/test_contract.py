@@ -370,7 +370,7 @@ def test_stale_workspace():
         plan = plan_of(case)
         want = plan.run(case.q)
         for junk in (np.nan, np.inf, 1e30):
-            floats, bounds = plan._launch._workspace()
+            floats, bounds = plan._launch.workspace()
             floats[...], bounds[...] = junk, -(2**31)
             assert_same(plan.run(case.q), want)
 

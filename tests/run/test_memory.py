@@ -28,7 +28,7 @@ def guard_work(plan, side):
     launch = replace(plan._launch, work=replace(work, **arrays))
     floats = poison(np.zeros(plan.threads * kernel.workspace_floats, np.float32))
     bounds = np.zeros(plan.threads * kernel.spec.num_bounds * max(kernel.config.rows, 8), np.int32)
-    launch.local.arrays = guarded(floats, side), guarded(bounds, side)
+    launch.use_workspace(guarded(floats, side), guarded(bounds, side))
     return Plan(launch)
 
 
@@ -107,7 +107,7 @@ def test_poisoned_scratch():
     for mask in mask_kinds():
         case = make_case(rng(4), mask=mask)
         plan, want = plan_of(case), attend(case)
-        for floats, bounds in [plan._launch._workspace()] * 2:
+        for floats, bounds in [plan._launch.workspace()] * 2:
             floats.view(np.uint8)[...] = bounds.view(np.uint8)[...] = 0xFF
             assert_same(plan.run(case.q), want)
 
