@@ -41,7 +41,7 @@ class TileConfig:
     panel: int = 16
     lanes: int = 8
     tokens: int = 6
-    columns: int = 48
+    columns: int = 60
     few: tuple[int, ...] = (1, 4, 8)
     few_columns: int = 32
 
@@ -80,7 +80,7 @@ class TileConfig:
 
 
 TILES = {
-    "avx512": TileConfig(panel=32, lanes=16, tokens=12),
+    "avx512": TileConfig(panel=32, lanes=16, tokens=12, columns=48),
     "avx2": TileConfig(),
     "neon": TileConfig(),
     "plain": TileConfig(panel=8),
