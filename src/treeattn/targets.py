@@ -131,3 +131,50 @@ def available_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class GpuTraits:
+    """A GPU, or whatever runs its languages, as a schedule sees it; part of the key of compiled kernels.
+
+    Parameters
+    ----------
+    kind : str
+        Code generator: ``"cuda"``, ``"rocm"``, ``"metal"``, ``"opencl"`` or ``"webgpu"``.
+    threads, shared_bytes : int
+        The most a block may have.
+    float16, int16 : bool
+        Whether memory can be declared with such elements.
+    index : str
+        Integer type of offsets.
+    arch : str
+        The code generator's name of the processor; empty where there is none.
+    storage_buffers : int
+        The most a kernel may bind.
+    """
+
+    kind: str
+    threads: int
+    shared_bytes: int
+    float16: bool = True
+    int16: bool = True
+    index: str = "int64"
+    arch: str = ""
+    storage_buffers: int = 31
+
+    def tvm_target(self) -> dict[str, Any]:
+        """Return the target in TVM's form."""
+        target: dict[str, Any] = {"kind": self.kind, "max_num_threads": self.threads}
+        if self.arch:
+            target["mcpu" if self.kind == "rocm" else "arch"] = self.arch
+        return target
+
+
+GPUS = {
+    "cuda": GpuTraits("cuda", 1024, 48 * 1024, arch="sm_80"),
+    "rocm": GpuTraits("rocm", 1024, 64 * 1024, arch="gfx90a"),
+    "metal": GpuTraits("metal", 1024, 32 * 1024),
+    "opencl": GpuTraits("opencl", 256, 16 * 1024),
+    "webgpu": GpuTraits("webgpu", 256, 16 * 1024, int16=False, index="int32", storage_buffers=8),
+}
+"""What every device of a kind has."""
