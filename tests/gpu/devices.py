@@ -11,7 +11,7 @@ from treeattn.errors import UnsupportedError
 
 os.environ.setdefault("XDG_RUNTIME_DIR", "/tmp")  # Mesa complains without one
 
-TARGETS = ("opencl",)
+TARGETS = ("opencl", "webgpu")
 
 
 def missing(target):

@@ -8,7 +8,7 @@ from typing import Any
 from ..devices import Device
 from ..errors import UnsupportedError
 
-DEVICES = ("opencl",)
+DEVICES = ("opencl", "webgpu")
 """Kinds of devices this package can run kernels on: a module each, with `open_device`."""
 
 

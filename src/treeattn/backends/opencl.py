@@ -15,7 +15,7 @@ from ..devices import Device, DeviceArray, Program, itemsize, words
 from ..errors import CompileError, UnsupportedError
 from ..targets import GPUS, GpuTraits
 
-INSTALL = "pip install 'treeattn[opencl]' (for a CPU device also pocl-binary-distribution)"
+INSTALL = "pip install 'treeattn[opencl]', or 'treeattn[pocl]' for this machine's CPU as a device"
 BLOCKS_EACH = 4  # per compute unit
 
 

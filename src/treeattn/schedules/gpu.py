@@ -84,6 +84,9 @@ class GpuTile:
         sums = self.rows_each * self.dims_each(spec)
         needed = self.shared_bytes(spec, traits)
         rules = {
+            f"{spec.q_dtype} output, which the target has no type to write": spec.q_dtype != "float32"
+            and not traits.int16
+            and not (traits.float16 and spec.q_dtype == "float16"),
             f"{self.threads} threads a block of {traits.threads}": self.threads > traits.threads,
             f"{needed} bytes of shared memory of {traits.shared_bytes}": needed > traits.shared_bytes,
             f"{sums} accumulators a thread of {MOST_SUMS}": sums > MOST_SUMS,

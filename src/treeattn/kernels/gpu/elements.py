@@ -6,7 +6,7 @@ stored       the target has        memory is declared as
 float32                            float32
 float16      float16               float16
 16 bits      16-bit integers       uint16, converted by integer arithmetic
-16 bits      neither (WGSL)        uint32 words of two elements; written two at a time
+16 bits      neither (WGSL)        uint32 words of two elements, which can only be read
 ===========  ====================  ==========================================================
 """
 
@@ -38,16 +38,11 @@ class Elements:
         self.buffer, self.dtype, self.index = buffer, dtype, traits.index
         self.memory = declared(dtype, traits)
 
-    @property
-    def in_pairs(self) -> bool:
-        """Whether elements are written two at a time, from an even index on."""
-        return self.memory == "uint32"
-
     def __getitem__(self, at: Expr) -> Expr:
         """Load an element as float32, exactly."""
         if self.memory in ("float32", "float16"):
             return T.cast(self.buffer[at], "float32")
-        if not self.in_pairs:
+        if self.memory == "uint16":
             return _widened(T.cast(self.buffer[at], "uint32"), self.dtype)
         word = self.buffer[T.shift_right(at, wide(1, self.index))]
         shift = T.cast(T.bitwise_and(at, wide(1, self.index)), "uint32") * T.uint32(16)
@@ -59,12 +54,6 @@ class Elements:
             put(self.buffer, at, T.cast(value, self.memory))
         else:
             put(self.buffer, at, T.cast(_narrowed(value, self.dtype), "uint16"))
-
-    def store_pair(self, at: Expr, first: Expr, second: Expr) -> None:
-        """Store two neighbours, ``at`` even."""
-        low, high = (let(_narrowed(value, self.dtype)) for value in (first, second))
-        word = T.bitwise_or(low, T.shift_left(high, T.uint32(16)))
-        put(self.buffer, T.shift_right(at, wide(1, self.index)), word)
 
 
 def _widened(bits: Expr, dtype: str) -> Expr:
