@@ -18,6 +18,7 @@ from .errors import CompileError
 from .kernels.spec import KernelSpec
 from .kernels.workspace import workspace_floats
 from .schedules.gpu import GpuTile, choose
+from .schedules.mma import MmaTile
 from .schedules.tiles import TileConfig, select
 from .targets import GpuTraits, TargetTraits, resolve
 
@@ -162,11 +163,17 @@ def gpu_sources(spec: KernelSpec, tile: GpuTile, traits: GpuTraits) -> list[Any]
 
 
 def _generate(name: str, spec: KernelSpec, tile: GpuTile, traits: GpuTraits) -> Any:
-    from .kernels.gpu import attention, merge, source
+    from .kernels.gpu import attention, merge, mma, source
 
+    dynamic_bytes = 0
+    if name == "merge":
+        template = merge.merge
+    elif isinstance(tile, MmaTile):
+        template, dynamic_bytes = mma.attention, tile.dynamic_bytes(spec)
+    else:
+        template = attention.attention
     try:
-        template = attention.attention if name == "attention" else merge.merge
-        return source.generate(template(spec, tile, traits), tile.threads, traits.tvm_target())
+        return source.generate(template(spec, tile, traits), tile.threads, traits.tvm_target(), dynamic_bytes)
     except Exception as error:
         raise CompileError(f"cannot generate {name} of {spec} for {traits}: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -162,6 +163,22 @@ class GpuTraits:
     arch: str = ""
     storage_buffers: int = 31
 
+    @property
+    def sm(self) -> int:
+        """Number of an NVIDIA architecture (``sm_90a`` is 90), 0 for others."""
+        digits = re.match(r"sm_(\d+)", self.arch) if self.kind == "cuda" else None
+        return int(digits[1]) if digits else 0
+
+    @property
+    def has_mma(self) -> bool:
+        """Whether warps multiply 16 x 16 by 16 x 8 matrices of 16-bit floats, and copy to shared memory meanwhile."""
+        return self.sm >= 80
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Shared memory that a block may have if its launch asks for it."""
+        return MOST_DYNAMIC.get(self.sm, DYNAMIC_OF_LATER) if self.has_mma else self.shared_bytes
+
     def tvm_target(self) -> dict[str, Any]:
         """Return the target in TVM's form."""
         target: dict[str, Any] = {"kind": self.kind, "max_num_threads": self.threads}
@@ -169,6 +186,10 @@ class GpuTraits:
             target["mcpu" if self.kind == "rocm" else "arch"] = self.arch
         return target
 
+
+MOST_DYNAMIC = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""By compute capability (CUDA programming guide, technical specifications)."""
+DYNAMIC_OF_LATER = 99 << 10
 
 GPUS = {
     "cuda": GpuTraits("cuda", 1024, 48 * 1024, arch="sm_80"),

@@ -126,6 +126,11 @@ def shared(size: int, dtype: str = "float32") -> Buffer:
     return I.alloc_buffer((size,), dtype, scope="shared")
 
 
+def dynamic(size: int, dtype: str) -> Buffer:
+    """Allocate shared memory whose size is given at the launch: more than 48 KiB, one such buffer a kernel."""
+    return I.alloc_buffer((size,), dtype, scope="shared.dyn")
+
+
 def barrier() -> None:
     """Wait for all threads of the block, and see what they wrote to shared memory."""
     run(T.tvm_storage_sync("shared"))
@@ -134,6 +139,11 @@ def barrier() -> None:
 def loop(begin: Expr, end: Expr | None = None) -> Any:
     """Loop over ``[begin, end)``, or ``[0, begin)``."""
     return I.serial(begin) if end is None else I.serial(begin, end)
+
+
+def unrolled(count: int) -> Any:
+    """Loop over ``[0, count)`` that the GPU's compiler unrolls: buffers indexed by its variable stay in registers."""
+    return I.unroll(count)
 
 
 def parallel(count: Expr) -> Any:

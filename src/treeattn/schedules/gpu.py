@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..errors import UnsupportedError
 from ..kernels.spec import KernelSpec
 from ..targets import GpuTraits
+from . import mma
 
 MOST_SUMS = 64
 """Accumulators of a thread: more would leave the registers of most GPUs."""
@@ -112,6 +113,9 @@ def choose(spec: KernelSpec, traits: GpuTraits, rows: int) -> GpuTile:
     UnsupportedError
         None is legal; the message gives the reasons.
     """
+    for tensor_cores in mma.TILES:
+        if not tensor_cores.legal(spec, traits):
+            return tensor_cores
     reasons = {tile: tile.legal(spec, traits) for tile in TILES}
     legal = [tile for tile in TILES if not reasons[tile]]
     if not legal:

@@ -6,6 +6,7 @@ items from `ITEMS_AT` on) that says where its other parts begin; ``tables`` with
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tvm.script import tirx as T
@@ -112,7 +113,7 @@ class GpuArguments(PlanArguments):
         """Load an element of a row's query as float32, rotated, in base-2 units."""
         token = let(tile.token(row))
         position = self.positions[token] if self.spec.rope else None
-        at = let(self._row("q", token, tile.q_head(row)))
+        at = let(self.row_at("q", token, tile.q_head(row)))
         return self._turned(self.q, at, dim, position) * (self.sm_scale * f32(LOG2_E))
 
     def key(self, slot: Expr, dim: Expr, position: Expr | None) -> Expr:
@@ -125,7 +126,7 @@ class GpuArguments(PlanArguments):
 
     def out_at(self, tile: Tile, row: Expr) -> Expr:
         """Return where a row of the output begins."""
-        return let(self._row("out", tile.token(row), tile.q_head(row)))
+        return let(self.row_at("out", tile.token(row), tile.q_head(row)))
 
     def store_lse(self, tile: Tile, row: Expr, maximum: Expr, denominator: Expr) -> None:
         """Store the base-2 log-sum-exp of a row."""
@@ -133,9 +134,16 @@ class GpuArguments(PlanArguments):
         token, head, heads = (wide(x, self.index) for x in (tile.token(row), tile.q_head(row), self.q_heads))
         put(self.lse, token * heads + head, lse)
 
-    def _row(self, name: str, token: Expr, head: Expr) -> Expr:
+    def row_at(self, name: str, token: Expr, head: Expr) -> Expr:
+        """Return where a row of ``q`` or ``out`` begins."""
         at, of_token, of_head = (self.values[f"{name}_{step}"] for step in ("at", "token", "head"))
         return at + wide(token, self.index) * of_token + wide(head, self.index) * of_head
+
+    def is_aligned(self, name: str, elements: int) -> Expr:
+        """Return whether all vectors of an argument begin at multiples of ``elements``."""
+        steps = [self.values[at] for at in OFFSETS if at.startswith(f"{name}_")]
+        low_bits = T.bitwise_and(functools.reduce(T.bitwise_or, steps), wide(elements - 1, self.index))
+        return let(low_bits == wide(0, self.index))
 
     def _turned(self, data: Elements, at: Expr, dim: Expr, position: Expr | None) -> Expr:
         def load(dim: Expr) -> Expr:

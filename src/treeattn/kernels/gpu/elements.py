@@ -43,10 +43,10 @@ class Elements:
         if self.memory in ("float32", "float16"):
             return T.cast(self.buffer[at], "float32")
         if self.memory == "uint16":
-            return _widened(T.cast(self.buffer[at], "uint32"), self.dtype)
+            return widened(T.cast(self.buffer[at], "uint32"), self.dtype)
         word = self.buffer[T.shift_right(at, wide(1, self.index))]
         shift = T.cast(T.bitwise_and(at, wide(1, self.index)), "uint32") * T.uint32(16)
-        return _widened(T.bitwise_and(T.shift_right(word, shift), T.uint32(0xFFFF)), self.dtype)
+        return widened(T.bitwise_and(T.shift_right(word, shift), T.uint32(0xFFFF)), self.dtype)
 
     def store(self, at: Expr, value: Expr) -> None:
         """Store a float32, rounded to nearest even."""
@@ -56,7 +56,8 @@ class Elements:
             put(self.buffer, at, T.cast(_narrowed(value, self.dtype), "uint16"))
 
 
-def _widened(bits: Expr, dtype: str) -> Expr:
+def widened(bits: Expr, dtype: str) -> Expr:
+    """Return the float32 of 16 bits, given as uint32."""
     bits = let(bits)
     if dtype == "bfloat16":
         return T.reinterpret("float32", T.shift_left(bits, T.uint32(16)))

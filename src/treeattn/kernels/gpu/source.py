@@ -43,6 +43,8 @@ class KernelSource:
     pointers: tuple[str, ...]
     scalars: tuple[str, ...]
     scalar_dtypes: tuple[str, ...]
+    dynamic_bytes: int = 0
+    """Dynamic shared memory of a block (CUDA)."""
 
     def to_json(self) -> bytes:
         """Return the whole as JSON."""
@@ -56,7 +58,7 @@ class KernelSource:
         return cls(**fields)
 
 
-def generate(function: PrimFunc, threads: int, target: dict[str, Any]) -> KernelSource:
+def generate(function: PrimFunc, threads: int, target: dict[str, Any], dynamic_bytes: int = 0) -> KernelSource:
     """Lower a device function and write it in the language of a target."""
     kind, name = str(target["kind"]), str(function.attrs["global_symbol"])
     for_target = tvm.target.Target(target)
@@ -71,7 +73,8 @@ def generate(function: PrimFunc, threads: int, target: dict[str, Any]) -> Kernel
     pointers = [label for label, ty in parameters if isinstance(ty, tvm.ir.PointerType)]
     scalars = [(label, str(ty.dtype)) for label, ty in parameters if not isinstance(ty, tvm.ir.PointerType)]
     return KernelSource(
-        kind, name, text, threads, tuple(pointers), tuple(label for label, _ in scalars), tuple(d for _, d in scalars)
+        kind, name, text, threads, tuple(pointers), tuple(label for label, _ in scalars), tuple(d for _, d in scalars),
+        dynamic_bytes,
     )
 
 

@@ -97,11 +97,13 @@ UNWATCHED float __fdividef(float a, float b) { return a / b; }
 // --- barriers, shuffles, votes --------------------------------------------------------------------------------------
 
 #define FENCE asm volatile("" ::: "memory")  // nothing is kept in a register across it
-#define __syncthreads() (fiber_cta_barrier(__LINE__))
-UNWATCHED void fiber_cta_barrier(int line) {
+#define __syncthreads() ((void)fiber_cta_barrier(__LINE__, 0))
+#define __syncthreads_or(flag) (fiber_cta_barrier(__LINE__, flag))
+UNWATCHED int fiber_cta_barrier(int line, int flag) {
   FENCE;
-  fiber_cta_sync(line);
+  int any = fiber_cta_sync(line, flag != 0);
   FENCE;
+  return any;
 }
 UNWATCHED const uint32_t* fiber_act(Kind kind, int count = 0) {
   FENCE;
@@ -188,6 +190,18 @@ LDMATRIX_HELPERS(trans_shared_b16, LDMATRIX_TRANS)
 UNWATCHED void tvm_builtin_ptx_cp_async_cg_async_cg_shared_global_16(uint32_t target, const void* source) {
   fiber_copy_async(target, source, 16, 16);
 }
+UNWATCHED void tvm_builtin_ptx_cp_async_cg_src_size_async_cg_shared_global_16(uint32_t target, const void* source,
+                                                                              uint32_t source_bytes) {
+  fiber_copy_async(target, source, 16, source_bytes);
+}
 UNWATCHED void tvm_builtin_ptx_cp_async_commit_group_async_commit_group() { fiber_commit(); }
 UNWATCHED void tvm_builtin_ptx_cp_async_wait_group_async_wait_group_0() { FENCE; fiber_wait(0); FENCE; }
 UNWATCHED void tvm_builtin_ptx_cp_async_wait_group_async_wait_group_1() { FENCE; fiber_wait(1); FENCE; }
+
+UNWATCHED void tvm_builtin_ptx_cvt_f16x2_f32_rn_f16x2_f32(uint32_t& pair, float high, float low) {
+  pair = __pack_half2(half(low), half(high));
+}
+UNWATCHED void tvm_builtin_ptx_cvt_bf16x2_f32_rn_bf16x2_f32(uint32_t& pair, float high, float low) {
+  pair = __pack_nv_bfloat162(nv_bfloat16(low), nv_bfloat16(high));
+}
+UNWATCHED void tvm_builtin_ptx_ex2_approx_ftz_f32(float& power, float exponent) { power = exp2f(exponent); }

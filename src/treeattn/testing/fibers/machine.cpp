@@ -63,7 +63,7 @@ std::vector<Place> places(ARENA_BYTES / GRAIN);
 std::vector<Span> buffers, arrays;
 std::vector<int> array_ids;
 alignas(256) char arena[ARENA_BYTES];
-int arena_used, dynamic_bytes, current, live, at_cta, cta_line;
+int arena_used, dynamic_bytes, current, live, at_cta, cta_line, cta_any, cta_result;
 uint32_t cta_epoch = 1, block_begin = 1;
 bool failed;
 uint64_t resumptions;
@@ -238,7 +238,7 @@ void act(Warp& warp) {
 void release_cta() {
   for (Fiber& fiber : fibers)
     if (fiber.state == AT_CTA) fiber.state = READY;
-  at_cta = 0;
+  at_cta = 0, cta_result = cta_any, cta_any = 0;
   cta_epoch++;
 }
 
@@ -301,7 +301,7 @@ void explain_deadlock() {
 
 void run_block(int threads) {
   block_begin = ++cta_epoch;
-  live = threads, at_cta = 0, arena_used = dynamic_bytes ? dynamic_bytes + GAP : 0;
+  live = threads, at_cta = 0, cta_any = 0, arena_used = dynamic_bytes ? dynamic_bytes + GAP : 0;
   arrays.clear(), array_ids.clear();
   if (dynamic_bytes) arrays.push_back({arena, arena + dynamic_bytes}), array_ids.push_back(-1);
   memset(arena, 0xff, ARENA_BYTES);  // NaN in every format
@@ -350,12 +350,18 @@ uint32_t fiber_shared_address(const void* pointer) {
   return uint32_t(address - arena);
 }
 
-void fiber_cta_sync(int line) {
+int fiber_cta_sync(int line, int flag) {
   if (at_cta && line != cta_line) stop("a barrier in line %d, while other threads wait at that in line %d", line, cta_line);
   cta_line = line;
+  cta_any |= flag;
   fibers[current].state = AT_CTA;
-  if (++at_cta == live) release_cta();
-  else suspend();
+  if (++at_cta == live) {
+    fibers[current].state = READY;
+    release_cta();
+  } else {
+    suspend();
+  }
+  return cta_result;
 }
 
 uint32_t* fiber_operands() { return warps[current / WARP].in[current % WARP]; }

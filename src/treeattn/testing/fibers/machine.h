@@ -24,7 +24,7 @@ Index3 fiber_grid_size();
 void* fiber_shared(int id, size_t bytes);
 void* fiber_dynamic();
 uint32_t fiber_shared_address(const void* pointer);
-void fiber_cta_sync(int line);
+int fiber_cta_sync(int line, int flag);
 uint32_t* fiber_operands();
 const uint32_t* fiber_collective(Collective wanted);
 void fiber_copy_async(uint32_t target, const void* source, int bytes, int source_bytes);
