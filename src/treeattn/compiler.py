@@ -17,7 +17,7 @@ from .devices import Device, Program
 from .errors import CompileError
 from .kernels.spec import KernelSpec
 from .kernels.workspace import workspace_floats
-from .schedules.gpu import GpuTile, choose
+from .schedules.gpu import AnyTile, choose
 from .schedules.mma import MmaTile
 from .schedules.tiles import TileConfig, select
 from .targets import GpuTraits, TargetTraits, resolve
@@ -47,14 +47,14 @@ class GpuKernel:
     """The kernels of a spec ready to run on a device: attention, and merging of what it split."""
 
     spec: KernelSpec
-    tile: GpuTile
+    tile: AnyTile
     traits: GpuTraits
     attention: Program
     merge: Program
 
 
 _kernels: dict[tuple[KernelSpec, TileConfig, TargetTraits], CompiledKernel] = {}
-_gpu_kernels: dict[tuple[KernelSpec, GpuTile, Device], GpuKernel] = {}
+_gpu_kernels: dict[tuple[KernelSpec, AnyTile, Device], GpuKernel] = {}
 _lock = threading.Lock()
 compilations = 0
 """How many kernels this process has compiled (loads from disk are not counted)."""
@@ -117,7 +117,7 @@ def build(spec: KernelSpec, config: TileConfig, traits: TargetTraits) -> Any:
         raise CompileError(f"cannot compile {spec} for {traits}: {error}") from error
 
 
-def gpu_kernel(spec: KernelSpec, device: Device, rows: int, tile: GpuTile | None = None) -> GpuKernel:
+def gpu_kernel(spec: KernelSpec, device: Device, rows: int, tile: AnyTile | None = None) -> GpuKernel:
     """Return the kernels of a spec for a device, compiled at most once; ``rows`` is how many a sequence has at most.
 
     Raises
@@ -139,7 +139,7 @@ def gpu_kernel(spec: KernelSpec, device: Device, rows: int, tile: GpuTile | None
     return found
 
 
-def gpu_sources(spec: KernelSpec, tile: GpuTile, traits: GpuTraits) -> list[Any]:
+def gpu_sources(spec: KernelSpec, tile: AnyTile, traits: GpuTraits) -> list[Any]:
     """Return the sources of attention and merge (`treeattn.kernels.gpu.source.KernelSource`), from disk or generated.
 
     Raises
@@ -162,7 +162,7 @@ def gpu_sources(spec: KernelSpec, tile: GpuTile, traits: GpuTraits) -> list[Any]
     return sources
 
 
-def _generate(name: str, spec: KernelSpec, tile: GpuTile, traits: GpuTraits) -> Any:
+def _generate(name: str, spec: KernelSpec, tile: AnyTile, traits: GpuTraits) -> Any:
     from .kernels.gpu import attention, merge, mma, source
 
     dynamic_bytes = 0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .arrays import IntArray
 from .masks import Batch, Mask
 from .planner import Tiles, Visits, describe_seqs, even_rows, find_visits
-from .schedules.gpu import GpuTile
+from .schedules.gpu import AnyTile
 from .storage import PageTable
 
 # The layout of both buffers, as in `treeattn.kernels.gpu.arguments`; a test compares.
@@ -58,7 +58,7 @@ def make_device_work(
     *,
     kv_heads: int,
     group: int,
-    tile: GpuTile,
+    tile: AnyTile,
     blocks: int,
     positions: bool,
 ) -> DeviceWork:

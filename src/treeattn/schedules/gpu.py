@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ..errors import UnsupportedError
 from ..kernels.spec import KernelSpec
@@ -97,6 +98,7 @@ class GpuTile:
         return [reason for reason, broken in rules.items() if broken]
 
 
+AnyTile: TypeAlias = GpuTile | mma.MmaTile
 TILES = (
     GpuTile(row_threads=4, column_threads=32, rows_each=1, columns_each=1),
     GpuTile(row_threads=8, column_threads=16, rows_each=2, columns_each=2),
@@ -105,8 +107,8 @@ TILES = (
 """By rising number of rows."""
 
 
-def choose(spec: KernelSpec, traits: GpuTraits, rows: int) -> GpuTile:
-    """Return the smallest legal tile that holds ``rows`` rows, or the largest legal one.
+def choose(spec: KernelSpec, traits: GpuTraits, rows: int) -> AnyTile:
+    """Return a tile for tensor cores where one is legal, else the smallest that holds ``rows`` rows, or the largest.
 
     Raises
     ------

@@ -26,7 +26,6 @@ from ..emit import (
     dynamic,
     either,
     f32,
-    greater,
     i32,
     launch,
     let,
@@ -45,9 +44,10 @@ from ..predicates import tester
 from ..softmax import LOG2_E, MASKED, normaliser, rescale, start
 from ..spec import KernelSpec
 from ..walk import SPAN_FIELDS, Tile
+from . import ptx
 from .arguments import STATE_FIELDS, GpuArguments, declare
 from .elements import widened
-from .ptx import CHUNK, QUAD, WARP, any_thread, commit, copy_async, load_fragments, multiply, over_row, pack, power, wait
+from .ptx import CHUNK, QUAD, WARP
 
 WARP_ROWS = 16
 ROWS = range(2)  # of a lane: `WARP_ROWS // 2` apart
@@ -133,7 +133,6 @@ class RowTile:
         self.has_rows = let(self.warp * WARP_ROWS < tile.num_rows)
         self.stages = Stages(spec, config)
         self.keys_at, self.values_at = (shared(2 * config.columns, args.index) for _ in range(2))
-        self.columns_at = shared(2 * config.columns, "int32")
         self.query = private(config.query_words(spec), "uint32")
         self.loaded = private(4, "uint32")
         self.weights = private(config.columns // 4, "uint32")
@@ -152,7 +151,7 @@ class RowTile:
         self._fill_pipeline(cursor)
         with while_(self.blocks[COUNT] > 0):
             parity, other = let(self.parity[0]), let(1 - self.parity[0])
-            wait(0)
+            ptx.wait(0)
             barrier()
             self._copy_columns(3, other)
             cursor.take(self.blocks, 6)
@@ -197,7 +196,7 @@ class RowTile:
         self._copy_queries()
         barrier()
         self._copy_columns(0, i32(0))
-        wait(1)
+        ptx.wait(1)
         barrier()
         if self.config.keeps_query(self.spec):
             with when(self.has_rows), unrolled(self.spec.d_qk // 16) as k:
@@ -205,7 +204,7 @@ class RowTile:
 
     def _load_query(self, k: Expr, at: Expr) -> None:
         row = self.stages.query(self.warp * WARP_ROWS + self.lane % 16)
-        load_fragments(self.query, at, self.stages.data, row + k * 16 + T.truncdiv(self.lane, 16) * CHUNK)
+        ptx.load_fragments(self.query, at, self.stages.data, row + k * 16 + T.truncdiv(self.lane, 16) * CHUNK)
 
     # --- copies into shared memory ------------------------------------------------------------------------------------
 
@@ -218,8 +217,6 @@ class RowTile:
             key, value = self.args.slots(self.tile, column)
             put(self.keys_at, at, key)
             put(self.values_at, at, value)
-            if "alibi" in self.spec.logits:
-                put(self.columns_at, at, self.args.column(self.tile, column).position())
 
     def _copy_columns(self, block: int, parity: Expr) -> None:
         """Copy keys and values of a block, zeros past the last column, as one group."""
@@ -238,7 +235,7 @@ class RowTile:
                     return target(parity, c)
 
                 self._copy_rows(name, self.config.columns, size, begin, to)
-        commit()
+        ptx.commit()
 
     def _copy_queries(self) -> None:
         """Copy the tile's queries, zeros past the last row, as one group."""
@@ -248,7 +245,7 @@ class RowTile:
             return self.args.row_at("q", self.tile.token(real), self.tile.q_head(real)), row < self.tile.num_rows
 
         self._copy_rows("q", self.config.rows, self.spec.d_qk, begin, self.stages.query)
-        commit()
+        ptx.commit()
 
     def _copy_rows(
         self,
@@ -278,11 +275,11 @@ class RowTile:
                 value = let(source[let(element + wide(i, self.args.index))])
                 put(self.stages.data, at + i, T.Select(real, T.reinterpret("uint16", value), T.uint16(0)))
 
-        either(
-            self.args.is_aligned(name, CHUNK),
-            lambda: each(lambda at, element, real: copy_async(self.stages.data, at, source, element, real), unrolled),
-            lambda: each(by_element, loop),
-        )
+        def at_once(at: Expr, element: Expr, real: Expr) -> None:
+            ptx.copy_async(self.stages.data, at, source, element, real)
+
+        aligned = self.args.is_aligned(name, CHUNK)
+        either(aligned, lambda: each(at_once, unrolled), lambda: each(by_element, loop))
 
     # --- a block of columns -------------------------------------------------------------------------------------------
 
@@ -297,7 +294,7 @@ class RowTile:
                 put(dirty, 0, self._find_special(parity))
         with when(self.has_rows):
             self._score(parity)
-            self._adjust(parity)
+            self._adjust(first, count)
             with when(partial):
                 self._mask(first, count)
             self._revise_maxima()
@@ -310,7 +307,6 @@ class RowTile:
 
     def _score(self, parity: Expr) -> None:
         """``scores = queries . keys``."""
-        dtype = self.spec.kv_dtype
         key = let(self.stages.key(parity, self.lane % 8 + T.truncdiv(self.lane, 16) * 8) + self.lane % 16 // 8 * CHUNK)
         with unrolled(self.config.columns // 2) as j:
             put(self.scores, j, f32(0.0))
@@ -320,35 +316,40 @@ class RowTile:
                 self._load_query(k, 0)
                 query = 0
             with unrolled(self.config.columns // 16) as j:
-                load_fragments(self.loaded, 0, self.stages.data, key + j * (16 * self.stages.key_row) + k * 16)
+                ptx.load_fragments(self.loaded, 0, self.stages.data, key + j * (16 * self.stages.key_row) + k * 16)
                 for half in range(2):
-                    multiply(dtype, self.scores, (j * 2 + half) * 4, self.query, query, self.loaded, half * 2)
+                    self._multiply(self.scores, (j * 2 + half) * 4, self.query, query, half)
 
-    def _each_score(self, body: Callable[[Expr, int, int], None]) -> None:
-        """Run ``body(j, i, e)``: column `_column(j, e)` of the block and row ``i``; its score is at ``j*4 + i*2 + e``."""
+    def _multiply(self, sums: Buffer, at: Expr, left: Buffer, row: Expr, half: int) -> None:
+        """Add the product of fragment ``left[row:]`` and half of what was loaded last."""
+        ptx.multiply(self.spec.kv_dtype, sums, at, left, row, self.loaded, half * 2)
+
+    def _each_score(self, body: Callable[[Expr, int], None]) -> None:
+        """Run ``body(at, i)`` for every score of the lane and its row."""
         with unrolled(self.config.columns // 8) as j:
-            for e in range(2):
-                for i in ROWS:
-                    body(j, i, e)
+            for i in ROWS:
+                for e in range(2):
+                    body(j * 4 + i * 2 + e, i)
 
     def _column(self, j: Expr, e: int) -> Expr:
         return j * 8 + self.place * 2 + e
 
-    def _adjust(self, parity: Expr) -> None:
+    def _adjust(self, first: Expr, count: Expr) -> None:
         """Scale to base-2 units, then soft-cap and ALiBi."""
-        args, scale = self.args, let(self.args.sm_scale * f32(LOG2_E))
-
-        def adjust(j: Expr, i: int, e: int) -> None:
-            at = j * 4 + i * 2 + e
-            score = self.scores[at] * scale
-            if "softcap" in self.spec.logits:
-                score = logits.cap(let(score), args.cap_limit, args.cap_inverse, 1)
-            if "alibi" in self.spec.logits:
-                column = self.columns_at[parity * self.config.columns + self._column(j, e)]
-                score = logits.bias(score, self.slopes[i], T.cast(column, "float32") - self.positions[i], 1)
-            put(self.scores, at, score)
-
-        self._each_score(adjust)
+        args, scale, parts = self.args, let(self.args.sm_scale * f32(LOG2_E)), self.spec.logits
+        with unrolled(self.config.columns // 8) as j:
+            for e in range(2):
+                if "alibi" in parts:
+                    column = args.column(self.tile, let(first + smaller(self._column(j, e), count - 1)))
+                    position = let(T.cast(column.position(), "float32"))
+                for i in ROWS:
+                    at = j * 4 + i * 2 + e
+                    score = self.scores[at] * scale
+                    if "softcap" in parts:
+                        score = logits.cap(let(score), args.cap_limit, args.cap_inverse, 1)
+                    if "alibi" in parts:
+                        score = logits.bias(score, self.slopes[i], position - self.positions[i], 1)
+                    put(self.scores, at, score)
 
     def _sees(self, first: Expr, count: Expr, c: Expr) -> Callable[[int], Expr]:
         """Return the test whether row ``i`` sees column ``c`` of the block."""
@@ -371,39 +372,39 @@ class RowTile:
         """Take the new running maximum of each row, an integer, and move the sums to it, exactly."""
         for i in ROWS:
             put(self.factor, i, self.maximum[i])
-        self._each_score(lambda j, i, e: put(self.maximum, i, T.max(self.maximum[i], self.scores[j * 4 + i * 2 + e])))
+        self._each_score(lambda at, i: put(self.maximum, i, T.max(self.maximum[i], self.scores[at])))
         for i in ROWS:
-            put(self.maximum, i, T.ceil(over_row(self.maximum[i], T.max, let)))
+            put(self.maximum, i, T.ceil(ptx.over_row(self.maximum[i], T.max, let)))
             put(self.factor, i, rescale(self.factor[i], self.maximum[i], 1))
             put(self.denominator, i, self.denominator[i] * self.factor[i])
         with unrolled(self.spec.d_v // 8) as j:
             for i in ROWS:
                 for e in range(2):
-                    at = j * 4 + i * 2 + e
-                    put(self.sums, at, self.sums[at] * self.factor[i])
+                    put(self.sums, j * 4 + i * 2 + e, self.sums[j * 4 + i * 2 + e] * self.factor[i])
 
     def _weigh(self) -> None:
         """Turn scores into weights, add them to the lane's own denominators, and pack them as fragments."""
 
-        def weigh(j: Expr, i: int, e: int) -> None:
-            at = j * 4 + i * 2 + e
-            power(self.scores, at, self.scores[at] - self.maximum[i])
+        def weigh(at: Expr, i: int) -> None:
+            ptx.power(self.scores, at, self.scores[at] - self.maximum[i])
             put(self.denominator, i, self.denominator[i] + self.scores[at])
 
         self._each_score(weigh)
         with unrolled(self.config.columns // 4) as w:
-            pack(self.spec.kv_dtype, self.weights, w, self.scores[w * 2], self.scores[w * 2 + 1])
+            ptx.pack(self.spec.kv_dtype, self.weights, w, self.scores[w * 2], self.scores[w * 2 + 1])
 
     def _accumulate(self, parity: Expr) -> None:
         """``sums += weights . values``."""
         value = let(self.stages.value(parity, self.lane % 16) + T.truncdiv(self.lane, 16) * CHUNK)
         with unrolled(self.config.columns // 16) as k, unrolled(self.spec.d_v // 16) as j:
             at = value + k * (16 * self.stages.value_row) + j * 16
-            load_fragments(self.loaded, 0, self.stages.data, at, transposed=True)
+            ptx.load_fragments(self.loaded, 0, self.stages.data, at, transposed=True)
             for half in range(2):
-                multiply(self.spec.kv_dtype, self.sums, (j * 2 + half) * 4, self.weights, k * 4, self.loaded, half * 2)
+                ptx.multiply(
+                    self.spec.kv_dtype, self.sums, (j * 2 + half) * 4, self.weights, k * 4, self.loaded, half * 2
+                )
 
-    # --- infinities and NaN among values that not all rows see ---------------------------------------------------------
+    # --- infinities and NaN among values that not all rows see --------------------------------------------------------
 
     def _find_special(self, parity: Expr) -> Expr:
         """Return, in all threads alike, whether a value of the block is infinite or NaN."""
@@ -417,7 +418,7 @@ class RowTile:
             put(found, 0, T.bitwise_or(found[0], T.bitwise_and(carried, T.uint32(0x80008000))))
 
         self._each_of_values(self.spec.d_v // 2, look)
-        return T.cast(any_thread(T.cast(found[0] != T.uint32(0), "int32")), "int32")
+        return T.cast(ptx.any_thread(T.cast(found[0] != T.uint32(0), "int32")), "int32")
 
     def _take_special(self, parity: Expr, first: Expr, count: Expr) -> None:
         """Add infinite and NaN values to rows that see them, and put 0 in their places: 0 times them would be NaN."""
@@ -460,7 +461,7 @@ class RowTile:
         """Add up the denominators, and store the rows: finished, or as the partial state of a split tile."""
         with when(self.has_rows):
             for i in ROWS:
-                put(self.denominator, i, over_row(self.denominator[i], lambda a, b: a + b, let))
+                put(self.denominator, i, ptx.over_row(self.denominator[i], lambda a, b: a + b, let))
             either(self.tile.kind < 0, self._store_finished, self._store_partial)
 
     def _store_finished(self) -> None:

@@ -73,7 +73,13 @@ def generate(function: PrimFunc, threads: int, target: dict[str, Any], dynamic_b
     pointers = [label for label, ty in parameters if isinstance(ty, tvm.ir.PointerType)]
     scalars = [(label, str(ty.dtype)) for label, ty in parameters if not isinstance(ty, tvm.ir.PointerType)]
     return KernelSource(
-        kind, name, text, threads, tuple(pointers), tuple(label for label, _ in scalars), tuple(d for _, d in scalars),
+        kind,
+        name,
+        text,
+        threads,
+        tuple(pointers),
+        tuple(label for label, _ in scalars),
+        tuple(d for _, d in scalars),
         dynamic_bytes,
     )
 

@@ -1,9 +1,12 @@
 // CUDA as TVM's text uses it, on the machine of fibers. What is not here does not compile, and so is noticed.
 #pragma once
-#include <algorithm>
-#include <cmath>
+#include "machine.h"  // and no header of the standard library: reading those takes longer than compiling a kernel
 
-#include "machine.h"
+extern "C" {
+float exp2f(float), log2f(float), expf(float), logf(float), sinf(float), cosf(float), powf(float, float), tanhf(float);
+float fabsf(float), floorf(float), ceilf(float), truncf(float), roundf(float), sqrtf(float), rsqrtf(float);
+float fmaxf(float, float), fminf(float, float), fmaf(float, float, float);
+}
 
 #define __global__ __attribute__((noinline))
 #define __device__

@@ -51,7 +51,8 @@ class FiberDevice(Device):
     def download(self, array: DeviceArray) -> NDArray[Any]:
         """Copy an array out of the device's memory."""
         flat: NDArray[Any] = array.buffer[array.offset : array.offset + array.size]
-        return flat.reshape(array.shape).copy()
+        host: NDArray[Any] = flat.reshape(array.shape).copy()
+        return host
 
     def finish(self) -> None:
         """Return at once: launches end before they return."""

@@ -6,6 +6,7 @@
 // from its issue until the wait that lets it land.
 #include "machine.h"
 
+#include <algorithm>
 #include <csetjmp>
 #include <cstdarg>
 #include <cstdio>
@@ -15,6 +16,9 @@
 #include <string>
 #include <ucontext.h>
 #include <vector>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -332,6 +336,23 @@ Index3 fiber_thread() { return fibers[current].thread; }
 Index3 fiber_block() { return block_index; }
 Index3 fiber_block_size() { return block_size; }
 Index3 fiber_grid_size() { return grid_size; }
+
+#if defined(__F16C__)
+float half_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
+uint16_t float_to_half(float value) { return _cvtss_sh(value, 0); }
+#else
+float half_to_float(uint16_t bits) {
+  __fp16 value;
+  memcpy(&value, &bits, 2);
+  return value;
+}
+uint16_t float_to_half(float value) {
+  __fp16 narrow = value;
+  uint16_t bits;
+  memcpy(&bits, &narrow, 2);
+  return bits;
+}
+#endif
 
 void* fiber_shared(int id, size_t bytes) {
   for (size_t i = 0; i < array_ids.size(); i++)

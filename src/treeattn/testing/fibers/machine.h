@@ -1,12 +1,8 @@
 // What the emulated kernels ask of the machine.
 #pragma once
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
 struct Index3 {
   int x, y, z;
 };
@@ -21,6 +17,8 @@ __attribute__((const)) Index3 fiber_thread();
 Index3 fiber_block();
 Index3 fiber_block_size();
 Index3 fiber_grid_size();
+__attribute__((const)) float half_to_float(uint16_t bits);
+__attribute__((const)) uint16_t float_to_half(float value);
 void* fiber_shared(int id, size_t bytes);
 void* fiber_dynamic();
 uint32_t fiber_shared_address(const void* pointer);
@@ -33,22 +31,6 @@ void fiber_wait(int pending);
 
 #define UNWATCHED __attribute__((no_sanitize("thread"), always_inline)) inline
 
-#if defined(__F16C__)
-UNWATCHED float half_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
-UNWATCHED uint16_t float_to_half(float value) { return _cvtss_sh(value, 0); }
-#else
-UNWATCHED float half_to_float(uint16_t bits) {
-  __fp16 value;
-  memcpy(&value, &bits, 2);
-  return value;
-}
-UNWATCHED uint16_t float_to_half(float value) {
-  __fp16 narrow = value;
-  uint16_t bits;
-  memcpy(&bits, &narrow, 2);
-  return bits;
-}
-#endif
 UNWATCHED float bfloat16_to_float(uint16_t bits) {
   uint32_t wide = uint32_t(bits) << 16;
   float value;
