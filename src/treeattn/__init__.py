@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .api import merge as merge
     from .api import plan as plan
     from .api import to_natural as to_natural
+    from .backends import device as device
     from .errors import CompileError as CompileError
     from .errors import DTypeError as DTypeError
     from .errors import IndexRangeError as IndexRangeError
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": ("attention", "merge", "plan", "to_natural"),
+    "backends": ("device",),
     "errors": ("CompileError", "DTypeError", "IndexRangeError", "ShapeError", "TreeAttnError", "UnsupportedError"),
     "hf": ("ModelSpec", "spec_from_hf_config"),
     "masks": ("Causal", "Full", "PaddedLeft", "Sink", "Tree", "ValidLength", "Window"),

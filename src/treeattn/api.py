@@ -9,7 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import as_kind, to_numpy, view
-from .compiler import kernel
+from .backends import device, is_device
+from .compiler import gpu_kernel, kernel
+from .device_launch import DeviceLaunch
+from .device_work import make_device_work
 from .errors import DTypeError, ShapeError
 from .kernels.spec import KernelSpec
 from .launch import Launch
@@ -165,15 +168,23 @@ def plan(
     if check:
         kv.validate()
         mask.check(batch)
+    scale, group = _scale(sm_scale, pools.d_qk), q_heads // pools.kv_heads
+    if is_device(target) or (target is None and pools.k.device is not None):
+        on = device(pools.k.device if target is None else target)
+        rows = int(batch.q_len.max(initial=0)) * group
+        made = gpu_kernel(spec, on, rows)
+        items = make_device_work(
+            batch, simple, table, kv_heads=pools.kv_heads, group=group, tile=made.tile,
+            blocks=on.blocks if threads is None else check_threads(threads, on.blocks), positions=parts.positions,
+        )  # fmt: skip
+        return Plan(DeviceLaunch(made, on, kv, items, parts, int(batch.q_indptr[-1]), q_heads, scale))
     compiled = kernel(spec, runnable(target))
     count = check_threads(threads, available_threads())
     work = make_work(
-        batch, simple, table, kv_heads=pools.kv_heads, group=q_heads // pools.kv_heads, config=compiled.config,
+        batch, simple, table, kv_heads=pools.kv_heads, group=group, config=compiled.config,
         threads=count, positions=parts.positions,
     )  # fmt: skip
-    return Plan(
-        Launch(compiled, kv, work, parts, int(batch.q_indptr[-1]), q_heads, count, _scale(sm_scale, pools.d_qk))
-    )
+    return Plan(Launch(compiled, kv, work, parts, int(batch.q_indptr[-1]), q_heads, count, scale))
 
 
 def merge(*states: Any) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from .devices import Device, DeviceArray
 from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -38,6 +39,8 @@ class View:
     strides: tuple[int, ...]
     dtype: str
     owner: Any
+    device: Device | None = None
+    """Where the memory is, None for the host's. Otherwise ``pointer`` counts elements of the buffer of ``owner``."""
 
     @property
     def ndim(self) -> int:
@@ -58,6 +61,8 @@ def view(array: Any, name: str) -> View:
         return _view_numpy(array, name)
     if _is_torch(array):
         return _view_torch(array, name)
+    if isinstance(array, DeviceArray):
+        return View(array.offset, array.shape, array.strides, array.dtype, array, array.device)
     if hasattr(array, "__dlpack__"):
         return _view_numpy(_import_dlpack(array, name), name)
     raise DTypeError(
@@ -70,6 +75,8 @@ def to_numpy(array: Any, name: str) -> NDArray[Any]:
     """Return ``array`` as NumPy sees it, without a copy; bfloat16 is ``ml_dtypes.bfloat16``."""
     if isinstance(array, np.ndarray):
         return array
+    if isinstance(array, DeviceArray):
+        return array.numpy()
     if _is_torch(array):
         return _torch_to_numpy(array, name)
     if hasattr(array, "__dlpack__"):
@@ -119,7 +126,8 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 @lru_cache(maxsize=64)
-def _dtype_name(dtype: np.dtype[Any]) -> str:
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return the name of a NumPy dtype."""
     return str(dtype.name)  # computed anew by NumPy at every access, slowly
 
 
@@ -170,7 +178,7 @@ def _view_numpy(array: NDArray[Any], name: str) -> View:
     if not dtype.isnative:
         array = array.astype(dtype.newbyteorder("="))
         dtype = array.dtype
-    label = check_dtype(_dtype_name(dtype), name)
+    label = check_dtype(dtype_name(dtype), name)
     itemsize = dtype.itemsize
     strides = array.strides
     readable = array.flags.aligned and (not strides or strides[-1] == itemsize or array.shape[-1] <= 1)

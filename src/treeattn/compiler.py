@@ -13,11 +13,14 @@ from typing import Any
 
 from . import store
 from .backends import llvm
+from .devices import Device, Program
 from .errors import CompileError
 from .kernels.spec import KernelSpec
 from .kernels.workspace import workspace_floats
+from .schedules.gpu import AnyTile, choose
+from .schedules.mma import MmaTile
 from .schedules.tiles import TileConfig, select
-from .targets import TargetTraits, resolve
+from .targets import GpuTraits, TargetTraits, resolve
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,19 @@ class CompiledKernel:
         self.function(*args)
 
 
+@dataclass(frozen=True)
+class GpuKernel:
+    """The kernels of a spec ready to run on a device: attention, and merging of what it split."""
+
+    spec: KernelSpec
+    tile: AnyTile
+    traits: GpuTraits
+    attention: Program
+    merge: Program
+
+
 _kernels: dict[tuple[KernelSpec, TileConfig, TargetTraits], CompiledKernel] = {}
+_gpu_kernels: dict[tuple[KernelSpec, AnyTile, Device], GpuKernel] = {}
 _lock = threading.Lock()
 compilations = 0
 """How many kernels this process has compiled (loads from disk are not counted)."""
@@ -100,6 +115,67 @@ def build(spec: KernelSpec, config: TileConfig, traits: TargetTraits) -> Any:
         return tvm.tirx.build(module, target=tvm.target.Target(traits.tvm_target()), pipeline=PIPELINE)
     except Exception as error:
         raise CompileError(f"cannot compile {spec} for {traits}: {error}") from error
+
+
+def gpu_kernel(spec: KernelSpec, device: Device, rows: int, tile: AnyTile | None = None) -> GpuKernel:
+    """Return the kernels of a spec for a device, compiled at most once; ``rows`` is how many a sequence has at most.
+
+    Raises
+    ------
+    UnsupportedError
+        No tile fits the device.
+    CompileError
+        The code generator or the driver refused it.
+    """
+    tile = tile or choose(spec, device.traits, rows)
+    place = spec, tile, device
+    found = _gpu_kernels.get(place)
+    if found is None:
+        with _lock:
+            found = _gpu_kernels.get(place)
+            if found is None:
+                programs = [device.program(source) for source in gpu_sources(spec, tile, device.traits)]
+                found = _gpu_kernels[place] = GpuKernel(spec, tile, device.traits, *programs)
+    return found
+
+
+def gpu_sources(spec: KernelSpec, tile: AnyTile, traits: GpuTraits) -> list[Any]:
+    """Return the sources of attention and merge (`treeattn.kernels.gpu.source.KernelSource`), from disk or generated.
+
+    Raises
+    ------
+    CompileError
+        With the code generator's message.
+    """
+    from .kernels.gpu.source import KernelSource
+
+    sources = []
+    for name in ("attention", "merge"):
+        key = store.key(spec, tile, traits, name)
+        path = store.load(key, ".json")
+        if path is None:
+            source = _generate(name, spec, tile, traits)
+            store.save(key, ".json", source.to_json())
+        else:
+            source = KernelSource.from_json(path.read_bytes())
+        sources.append(source)
+    return sources
+
+
+def _generate(name: str, spec: KernelSpec, tile: AnyTile, traits: GpuTraits) -> Any:
+    from .kernels.gpu import attention, merge, mma, source
+
+    dynamic_bytes = 0
+    if name == "merge":
+        template = merge.merge
+    elif isinstance(tile, MmaTile):
+        template, dynamic_bytes = mma.attention, tile.dynamic_bytes(spec)
+    else:
+        template = attention.attention
+    try:
+        return source.generate(template(spec, tile, traits), tile.threads, traits.tvm_target(), dynamic_bytes)
+    except Exception as error:
+        raise CompileError(f"cannot generate {name} of {spec} for {traits}: {error}") from error
 
 
 def _link(module: Any) -> bytes | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from .launch import Launch
 from .masks import Batch, Mask, tile_spans
 from .schedules.tiles import TileConfig
 from .storage import PageTable, Storage, check_indptr
+
+if TYPE_CHECKING:
+    from .device_launch import DeviceLaunch
 
 MOST_THREADS = 64
 LANES = 8  # bounds are read by vectors of tokens
@@ -63,24 +66,13 @@ def make_work(
     """Cut rows in tiles, find the columns each visits, and deal tiles times kv heads to threads."""
     tiles = cut_rows(batch.q_len * group, config)
     bounds = mask.bounds(batch, spare=LANES)
-    first, last = _token_range(batch, tiles, group)
-    low, high = _bound_range(bounds, first, last)
-    for k, leaf in enumerate(mask.leaves()):
-        if leaf.test.startswith("pos"):
-            low[k], high[k] = (batch.column_of(bound[k], tiles.seq) for bound in (low, high))
-    prefix_len, kv_len = batch.prefix_len[tiles.seq], batch.kv_len[tiles.seq]
-    begin, end, some, full = tile_spans(mask, low, high, prefix_len, kv_len)
-    spans = np.stack([begin[some], end[some], full[some]], axis=1).astype(np.int32)
-    span_indptr = np.concatenate([[0], np.cumsum(some.sum(axis=1))]).astype(np.int32)
-    columns = ((end - begin) * some).sum(axis=1)
-    items, item_indptr = _deal(tiles, span_indptr, _cost(tiles, columns, config), kv_heads, threads)
-    fixed = np.stack([batch.q_indptr[:-1], table.page_indptr[:-1], batch.prefix_len, batch.node_indptr[:-1]], axis=1)
-    moves = np.zeros_like(fixed) if table.moves is None else table.moves
+    visits = find_visits(batch, mask, bounds, tiles, group)
+    items, item_indptr = _deal(tiles, visits.indptr, _cost(tiles, visits.columns, config), kv_heads, threads)
     return Work(
         items=items,
         item_indptr=item_indptr,
-        seqs=_contiguous(np.concatenate([fixed, moves], axis=1)),
-        spans=np.concatenate([spans, np.zeros((1, 3), np.int32)]),  # the walk reads one past the last
+        seqs=describe_seqs(batch, table),
+        spans=np.concatenate([visits.spans, np.zeros((1, 3), np.int32)]),  # the walk reads one past the last
         bounds=bounds,
         positions=_contiguous(batch.position) if positions else np.zeros(1, np.int32),
         nodes=_contiguous(batch.nodes),
@@ -88,18 +80,60 @@ def make_work(
     )
 
 
+def describe_seqs(batch: Batch, table: PageTable) -> IntArray:
+    """Return what kernels read of every sequence, int32 ``[num_seqs, 8]`` (`treeattn.kernels.arguments`)."""
+    fixed = np.stack([batch.q_indptr[:-1], table.page_indptr[:-1], batch.prefix_len, batch.node_indptr[:-1]], axis=1)
+    moves = np.zeros_like(fixed) if table.moves is None else table.moves
+    return _contiguous(np.concatenate([fixed, moves], axis=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Visits:
+    """The columns that tiles visit.
+
+    ``spans`` is ``[num_spans, 3]`` (begin, end, full), those of a tile begin at its ``indptr``, and ``columns`` counts
+    what they cover.
+    """
+
+    spans: IntArray
+    indptr: IntArray
+    columns: IntArray
+
+
+def find_visits(batch: Batch, mask: Mask, bounds: IntArray, tiles: Tiles, group: int) -> Visits:
+    """Find the spans of columns that each tile must visit, from the bounds of its rows."""
+    first, last = _token_range(batch, tiles, group)
+    low, high = _bound_range(bounds, first, last)
+    for k, leaf in enumerate(mask.leaves()):
+        if leaf.test.startswith("pos"):
+            low[k], high[k] = (batch.column_of(bound[k], tiles.seq) for bound in (low, high))
+    begin, end, some, full = tile_spans(mask, low, high, batch.prefix_len[tiles.seq], batch.kv_len[tiles.seq])
+    spans = np.stack([begin[some], end[some], full[some]], axis=1).astype(np.int32)
+    indptr = np.concatenate([[0], np.cumsum(some.sum(axis=1))]).astype(np.int32)
+    return Visits(spans, indptr, ((end - begin) * some).sum(axis=1))
+
+
 def cut_rows(rows: IntArray, config: TileConfig) -> Tiles:
     """Cut each sequence's rows in even tiles; few rows take the smallest row tile that holds them."""
-    count = -(-rows // config.rows)
+    seq, row_begin, num_rows = even_rows(rows, config.rows, np.where(rows > config.few[-1], config.panel, 1))
+    kind = np.searchsorted(np.asarray(config.few), num_rows)
+    return Tiles(_contiguous(kind), seq, row_begin, num_rows)
+
+
+def even_rows(rows: IntArray, most: int, step: Any = 1) -> tuple[IntArray, IntArray, IntArray]:
+    """Cut each sequence's rows in even tiles of at most ``most``, multiples of ``step`` but for the last.
+
+    Returns sequence, first row and number of rows of every tile.
+    """
+    count = -(-rows // most)
     seq = np.repeat(np.arange(len(rows), dtype=np.int32), count)
     index = np.arange(len(seq), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count).astype(np.int32)
     even = -(-rows // np.maximum(count, 1))
-    even = np.where(rows > config.few[-1], -(-even // config.panel) * config.panel, even)[seq]
+    even = (-(-even // step) * step)[seq]
     row_begin = index * even
     num_rows = np.minimum(even, rows[seq] - row_begin)
-    kind = np.searchsorted(np.asarray(config.few), num_rows)
     real = num_rows > 0
-    return Tiles(*(_contiguous(array[real]) for array in (kind, seq, row_begin, num_rows)))
+    return _contiguous(seq[real]), _contiguous(row_begin[real]), _contiguous(num_rows[real])
 
 
 def _token_range(batch: Batch, tiles: Tiles, group: int) -> tuple[IntArray, IntArray]:
@@ -167,13 +201,13 @@ class Plan:
     A plan may run from several threads at once; each keeps its own scratch memory.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch, self._work = launch, launch.work
+    def __init__(self, launch: Launch | DeviceLaunch) -> None:
+        self._launch = launch
 
     @property
     def num_items(self) -> int:
-        """Number of work items (row tiles times kv heads)."""
-        return len(self._work.items)
+        """Number of work items (row tiles times kv heads; on a GPU, parts of them)."""
+        return self._launch.num_items
 
     @property
     def threads(self) -> int:

@@ -14,13 +14,14 @@ here                FlashInfer          vLLM               TVM
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from .arrays import INT32_MAX, IntArray, View, indices, view
+from .devices import Device, itemsize
 from .errors import DTypeError, IndexRangeError, ShapeError
 
 ENDLESS_PAGE = INT32_MAX
@@ -62,11 +63,16 @@ class Pools:
         return self.k.dtype
 
 
+AnyStorage = TypeVar("AnyStorage", bound="Storage")
+
+
 class Storage:
     """Base of `RaggedKV`, `PagedKV` and `LatentKV`."""
 
     table: PageTable
     pools: Pools
+    data: ClassVar[tuple[str, ...]]
+    """Names of the fields that hold keys and values."""
 
     @property
     def num_seqs(self) -> int:
@@ -90,6 +96,13 @@ class Storage:
         """Check every index a kernel will follow, in O(page table)."""
         raise NotImplementedError
 
+    def to(self: AnyStorage, device: Device) -> AnyStorage:
+        """Return the same keys and values in a device's memory; what is there already is not copied."""
+        if self.pools.k.device is device:
+            return self
+        arrays = {name: device.upload(getattr(self, name)) for name in self.data}
+        return replace(self, **arrays)  # type: ignore[type-var]
+
 
 @dataclass(frozen=True, eq=False)
 class RaggedKV(Storage):
@@ -108,6 +121,7 @@ class RaggedKV(Storage):
     k: Any
     v: Any
     kv_indptr: Any
+    data: ClassVar[tuple[str, ...]] = ("k", "v")
 
     @cached_property
     def table(self) -> PageTable:  # type: ignore[override]
@@ -149,6 +163,7 @@ class PageTableStorage(Storage):
     last_page_len: Any
     kept: Any
     dropped: Any
+    data: ClassVar[tuple[str, ...]] = ("pages",)
 
     @cached_property
     def table(self) -> PageTable:  # type: ignore[override]
@@ -225,11 +240,9 @@ class PagedKV(PageTableStorage):
         """Keys and values as kernels read them."""
         pages = self._pages
         page, kv, head, slot, _ = pages.strides
-        itemsize = 4 if pages.dtype == "float32" else 2
-        shape = (pages.shape[0], *pages.shape[2:])
-        strides = (page, head, slot, 1)
-        k = View(pages.pointer, shape, strides, pages.dtype, pages.owner)
-        v = View(pages.pointer + kv * itemsize, shape, strides, pages.dtype, pages.owner)
+        step = kv if pages.device else kv * itemsize(pages.dtype)
+        k = replace(pages, shape=(pages.shape[0], *pages.shape[2:]), strides=(page, head, slot, 1))
+        v = replace(k, pointer=k.pointer + step)
         order = (page, slot, head)
         return _pools(k, v, order, order, num_pages=pages.shape[0], kv_heads=pages.shape[2])
 
@@ -279,8 +292,8 @@ class LatentKV(PageTableStorage):
         """Keys and values as kernels read them."""
         pages = self._pages
         page, slot, _ = pages.strides
-        k = View(pages.pointer, (pages.shape[0], 1, *pages.shape[1:]), (page, 0, slot, 1), pages.dtype, pages.owner)
-        v = View(k.pointer, (*k.shape[:-1], self.d_latent), k.strides, k.dtype, k.owner)
+        k = replace(pages, shape=(pages.shape[0], 1, *pages.shape[1:]), strides=(page, 0, slot, 1))
+        v = replace(k, shape=(*k.shape[:-1], self.d_latent))
         order = (page, slot, 0)
         return _pools(k, v, order, order, num_pages=pages.shape[0], kv_heads=1, shared=True)
 

@@ -81,7 +81,7 @@ def source_fingerprint() -> str:
     """Return a digest of every source file that can change a kernel."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([*(root / "kernels").glob("*.py"), *(root / "schedules").glob("*.py"), root / "compiler.py"]):
+    for path in sorted([*(root / "kernels").rglob("*.py"), *(root / "schedules").glob("*.py"), root / "compiler.py"]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

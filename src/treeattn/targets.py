@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -131,3 +132,70 @@ def available_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class GpuTraits:
+    """A GPU, or whatever runs its languages, as a schedule sees it; part of the key of compiled kernels.
+
+    Parameters
+    ----------
+    kind : str
+        Code generator: ``"cuda"``, ``"rocm"``, ``"metal"``, ``"opencl"`` or ``"webgpu"``.
+    threads, shared_bytes : int
+        The most a block may have.
+    float16, int16 : bool
+        Whether memory can be declared with such elements.
+    index : str
+        Integer type of offsets.
+    arch : str
+        The code generator's name of the processor; empty where there is none.
+    storage_buffers : int
+        The most a kernel may bind.
+    """
+
+    kind: str
+    threads: int
+    shared_bytes: int
+    float16: bool = True
+    int16: bool = True
+    index: str = "int64"
+    arch: str = ""
+    storage_buffers: int = 31
+
+    @property
+    def sm(self) -> int:
+        """Number of an NVIDIA architecture (``sm_90a`` is 90), 0 for others."""
+        digits = re.match(r"sm_(\d+)", self.arch) if self.kind == "cuda" else None
+        return int(digits[1]) if digits else 0
+
+    @property
+    def has_mma(self) -> bool:
+        """Whether warps multiply 16 x 16 by 16 x 8 matrices of 16-bit floats, and copy to shared memory meanwhile."""
+        return self.sm >= 80
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Shared memory that a block may have if its launch asks for it."""
+        return MOST_DYNAMIC.get(self.sm, DYNAMIC_OF_LATER) if self.has_mma else self.shared_bytes
+
+    def tvm_target(self) -> dict[str, Any]:
+        """Return the target in TVM's form."""
+        target: dict[str, Any] = {"kind": self.kind, "max_num_threads": self.threads}
+        if self.arch:
+            target["mcpu" if self.kind == "rocm" else "arch"] = self.arch
+        return target
+
+
+MOST_DYNAMIC = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""By compute capability (CUDA programming guide, technical specifications)."""
+DYNAMIC_OF_LATER = 99 << 10
+
+GPUS = {
+    "cuda": GpuTraits("cuda", 1024, 48 * 1024, arch="sm_80"),
+    "rocm": GpuTraits("rocm", 1024, 64 * 1024, arch="gfx90a"),
+    "metal": GpuTraits("metal", 1024, 32 * 1024),
+    "opencl": GpuTraits("opencl", 256, 16 * 1024),
+    "webgpu": GpuTraits("webgpu", 256, 16 * 1024, int16=False, index="int32", storage_buffers=8),
+}
+"""What every device of a kind has."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "treeattn"
-HEAVY = ("tvm", "torch", "matplotlib", "safetensors", "transformers", "jax")
+HEAVY = ("tvm", "torch", "pyopencl", "wgpu", "matplotlib", "safetensors", "transformers", "jax")
 OPTIONAL = tuple(name for name in HEAVY if name != "tvm")
 
 # An arrow may skip levels, never point back: a module imports from its own level or from lower ones.
@@ -21,7 +21,9 @@ LEVELS = [
     {"speculate", "cache"},
     {"testing", "casefile"},
     {"reference", "api", ""},
+    {"device_work"},
     {"planner"},
+    {"device_launch"},
     {"launch"},
     {"compiler"},
     {"backends", "store"},
@@ -29,6 +31,7 @@ LEVELS = [
     {"kernels"},
     {"targets", "masks", "storage", "rope", "logits", "hf", "draw"},
     {"tree", "arrays"},
+    {"devices"},
     {"errors"},
 ]
 LEVEL = {part: -depth for depth, parts in enumerate(LEVELS) for part in parts}

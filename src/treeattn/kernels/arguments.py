@@ -45,15 +45,35 @@ def declare(spec: KernelSpec) -> dict[str, Any]:
     return values | {name: flat(handle, dtype, EXTENT) for (name, dtype), handle in zip(pointers, handles, strict=True)}
 
 
-class Arguments:
+class PlanArguments:
+    """What a plan tells a kernel, on every target."""
+
+    spec: KernelSpec
+    items: Buffer
+    seqs: Buffer
+    group: Expr
+
+    def tile(self, item: Expr) -> Tile:
+        """Read a work item."""
+        kind, seq, head, row_begin, num_rows, span_begin, span_end = (
+            let(self.items[item * ITEM_FIELDS + field]) for field in range(ITEM_FIELDS)
+        )
+        q_begin, page_begin, prefix_len, node_begin, *moves = (
+            let(self.seqs[seq * SEQ_FIELDS + i]) for i in range(SEQ_FIELDS if self.spec.moved else FIXED_FIELDS)
+        )
+        return Tile(
+            kind, head, row_begin, num_rows, span_begin, span_end, q_begin, page_begin, prefix_len, node_begin,
+            Moves(*moves) if moves else None, self.group,
+        )  # fmt: skip
+
+
+class Arguments(PlanArguments):
     """The function's arguments, and the few ways kernels use them."""
 
     q: Buffer
     out: Buffer
     lse: Buffer
-    items: Buffer
     item_indptr: Buffer
-    seqs: Buffer
     spans: Buffer
     page_ids: Buffer
     bounds: Buffer
@@ -65,7 +85,6 @@ class Arguments:
     sink_logits: Buffer
     workspace: Buffer
     threads: Expr
-    group: Expr
     page_size: Expr
     bounds_stride: Expr
     sm_scale: Expr
@@ -84,7 +103,8 @@ class Arguments:
         self.row_stride = max(config.rows, MOST_FEW)
         self.rotates: Expr | None = values.get("rotates")  # where rotation is decided at run time
         self.low_rows = values.get("low_rows", LOW)
-        for name in values.keys() & Arguments.__annotations__.keys():
+        known = PlanArguments.__annotations__.keys() | Arguments.__annotations__.keys()
+        for name in values.keys() & known:
             setattr(self, name, values[name])
 
     def of_thread(self, thread: Expr) -> None:
@@ -92,19 +112,6 @@ class Arguments:
         self.base = let(i64(thread) * workspace_floats(self.spec, self.config))
         size = self.spec.num_bounds * self.row_stride
         self.row_bounds = part(self.row_bounds, size, thread * size, "int32")
-
-    def tile(self, item: Expr) -> Tile:
-        """Read a work item."""
-        kind, seq, head, row_begin, num_rows, span_begin, span_end = (
-            let(self.items[item * ITEM_FIELDS + field]) for field in range(ITEM_FIELDS)
-        )
-        q_begin, page_begin, prefix_len, node_begin, *moves = (
-            let(self.seqs[seq * SEQ_FIELDS + i]) for i in range(SEQ_FIELDS if self.spec.moved else FIXED_FIELDS)
-        )
-        return Tile(
-            kind, head, row_begin, num_rows, span_begin, span_end, q_begin, page_begin, prefix_len, node_begin,
-            Moves(*moves) if moves else None, self.group,
-        )  # fmt: skip
 
     def load_query(self, tile: Tile, row: Expr, out: Buffer, at: Expr) -> None:
         """Load a row's query as float32, rotated, in base-2 units."""

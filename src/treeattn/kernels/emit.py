@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as I
 
 ALIGNMENT = 2  # bytes that may be assumed of a tensor's memory: the least element's
+
+_device = ContextVar("device", default=False)
+"""Whether the function that is being emitted runs on a GPU."""
 
 Expr = Any
 Buffer = Any
@@ -28,6 +33,32 @@ def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
         I.func_name(name)
         body()
     return builder.get().with_attr({"global_symbol": name, "tirx.is_scheduled": True})
+
+
+def device_func(name: str, body: Callable[[], None]) -> PrimFunc:
+    """Build a GPU kernel whose arguments and statements ``body`` emits, one `launch` among them.
+
+    The function is a device function from the start: its parameters stay in order and keep their names.
+    """
+    with IRBuilder() as builder, I.prim_func(), _on_device():
+        I.func_name(name)
+        body()
+    device_kernel_launch = 2  # TVM's calling convention
+    return builder.get().with_attrs({
+        "global_symbol": name,
+        "calling_conv": device_kernel_launch,
+        "tirx.is_global_func": True,
+        "tirx.is_scheduled": True,
+        "tirx.kernel_launch_params": ["blockIdx.x", "threadIdx.x"],
+        "tirx.noalias": True,
+    })  # fmt: skip
+
+
+@contextmanager
+def launch(blocks: Expr, threads: int) -> Iterator[tuple[Expr, Expr]]:
+    """Run the body in ``blocks`` blocks of ``threads`` threads; yields the index of block and thread."""
+    with I.launch_thread("blockIdx.x", blocks) as block, I.launch_thread("threadIdx.x", threads) as thread:
+        yield block, thread
 
 
 def scalar(name: str, dtype: str) -> Expr:
@@ -85,9 +116,34 @@ def registers(size: int, dtype: str = "float32") -> Buffer:
     return I.alloc_buffer((size,), dtype)
 
 
+def private(size: int, dtype: str = "float32") -> Buffer:
+    """Allocate a GPU thread's own small buffer: indexed by constants, it is in registers."""
+    return I.alloc_buffer((size,), dtype, scope="local")
+
+
+def shared(size: int, dtype: str = "float32") -> Buffer:
+    """Allocate memory that the threads of a GPU block share."""
+    return I.alloc_buffer((size,), dtype, scope="shared")
+
+
+def dynamic(size: int, dtype: str) -> Buffer:
+    """Allocate shared memory whose size is given at the launch: more than 48 KiB, one such buffer a kernel."""
+    return I.alloc_buffer((size,), dtype, scope="shared.dyn")
+
+
+def barrier() -> None:
+    """Wait for all threads of the block, and see what they wrote to shared memory."""
+    run(T.tvm_storage_sync("shared"))
+
+
 def loop(begin: Expr, end: Expr | None = None) -> Any:
     """Loop over ``[begin, end)``, or ``[0, begin)``."""
     return I.serial(begin) if end is None else I.serial(begin, end)
+
+
+def unrolled(count: int) -> Any:
+    """Loop over ``[0, count)`` that the GPU's compiler unrolls: buffers indexed by its variable stay in registers."""
+    return I.unroll(count)
 
 
 def parallel(count: Expr) -> Any:
@@ -143,6 +199,9 @@ def broadcast(value: Expr, lanes: int) -> Expr:
 
 def f32(value: float, lanes: int = 1) -> Expr:
     """Return a float32 constant, in every lane."""
+    if _device.get() and float(f"{value:.6e}") != float(np.float32(value)):
+        bits = int(np.float32(value).view(np.uint32))
+        return broadcast(T.reinterpret("float32", T.uint32(bits)), lanes)  # code generators write seven digits
     return broadcast(T.float32(value), lanes)
 
 
@@ -153,7 +212,12 @@ def i32(value: int) -> Expr:
 
 def i64(value: Expr) -> Expr:
     """Widen to int64."""
-    return T.int64(value) if isinstance(value, int) else T.cast(value, "int64")
+    return wide(value, "int64")
+
+
+def wide(value: Expr, dtype: str) -> Expr:
+    """Widen an index to ``dtype``, the integer of a target's offsets."""
+    return getattr(T, dtype)(value) if isinstance(value, int) else T.cast(value, dtype)
 
 
 def typed(dtype: str, lanes: int) -> str:
@@ -171,9 +235,30 @@ def greater(left: Expr, right: Expr) -> Expr:
     return T.max(left, right)
 
 
+def fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
+    """``a * b + c``, on the CPU fused wherever the machine fuses, so that every kernel rounds alike."""
+    if _device.get():
+        return a * b + c
+    return T.call_llvm_pure_intrin(typed("float32", lanes), "llvm.fmuladd", a, b, c)
+
+
+@contextmanager
+def _on_device() -> Iterator[None]:
+    token = _device.set(True)
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
 def all_of(*conditions: Expr) -> Expr:
     """Return the conjunction of scalar conditions; all are evaluated."""
     return tvm.tirx.all(*conditions)
+
+
+def any_of(*conditions: Expr) -> Expr:
+    """Return the disjunction of scalar conditions; all are evaluated."""
+    return tvm.tirx.any(*conditions)
 
 
 def prefetch(buffer: Buffer, index: Expr) -> None:

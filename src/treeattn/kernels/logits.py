@@ -5,8 +5,7 @@ A learned sink logit is not here: it is the first entry of a row's denominator (
 
 from __future__ import annotations
 
-from .emit import Expr, broadcast, f32, greater, smaller
-from .vectors import fma
+from .emit import Expr, broadcast, f32, fma, greater, smaller
 
 SATURATED = 7.9  # tanh is 1 in float32 from here on
 NUMERATOR = (

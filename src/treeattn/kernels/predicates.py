@@ -38,7 +38,7 @@ class Column:
 
 def _compare(test: str, column: Column) -> Callable[[Expr, int], Expr]:
     """Emit what the test needs of the column once; the result compares it with bounds of rows."""
-    least, most = T.int32(-(2**31)), T.int32(2**31 - 1)
+    least, most = T.int32(1 - 2**31), T.int32(2**31 - 1)  # no bound is less, and WGSL cannot write -2^31
     if test == "tree":
         enter, leave = column.node(0, least), column.node(1, most)
         return lambda bound, lanes: _and(bound >= broadcast(enter, lanes), bound < broadcast(leave, lanes))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from .emit import Buffer, Expr, let, span
-from .vectors import fma, pieces, shuffle
+from .emit import Buffer, Expr, fma, let, span
+from .vectors import pieces, shuffle
 
 LOW = 1024  # as treeattn.rope.TABLE_LOW
 
@@ -54,6 +54,21 @@ def rotate(style: str, rotary_dim: int, size: int, at: Angle, load: Load, store:
         turn(i, lanes, half, at, load, store)
     for offset, lanes in pieces(size - rotary_dim):
         store(rotary_dim + offset, lanes, load(rotary_dim + offset, lanes))
+
+
+def turned(style: str, rotary_dim: int, size: int, at: Angle, dim: Expr, load: Callable[[Expr], Expr]) -> Expr:
+    """Return one dim of a rotated vector of ``size``, for threads that load one dim each."""
+    half = rotary_dim // 2
+    pair = let(T.truncdiv(dim, 2) if style == "gptj" else T.truncmod(dim, half))
+    is_first = let(T.truncmod(dim, 2) == 0 if style == "gptj" else dim < half)
+    step = 1 if style == "gptj" else half
+
+    def value() -> Expr:
+        cos, sin = at.cos_sin(pair, 1)
+        other = load(T.Select(is_first, T.min(dim + step, size - 1), dim - step)) * sin
+        return fma(load(dim), cos, T.Select(is_first, -other, other), 1)
+
+    return value() if rotary_dim == size else T.if_then_else(dim < rotary_dim, value(), load(dim))
 
 
 def _turn_halves(i: int, lanes: int, half: int, at: Angle, load: Load, store: Store) -> None:

@@ -23,6 +23,7 @@ from .emit import (
     broadcast,
     either,
     f32,
+    fma,
     greater,
     i32,
     i64,
@@ -39,7 +40,7 @@ from .emit import (
 from .rows_many import LINE
 from .softmax import MASKED, normaliser, rescale, weight
 from .spec import KernelSpec, Sizes
-from .vectors import fma, horizontal_max, pieces, register_tile, shuffle, split, to_float, transpose4, transpose8, zero
+from .vectors import horizontal_max, pieces, register_tile, shuffle, split, to_float, transpose4, transpose8, zero
 from .walk import Block, Tile, Walk
 
 ROWS_AS_LANES = 7

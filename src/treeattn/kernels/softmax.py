@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 from tvm.script import tirx as T
 
-from .emit import Expr, broadcast, f32, greater, let, typed
-from .vectors import fma
+from .emit import Expr, broadcast, f32, fma, greater, let, typed
 
 LOG2_E = float(np.log2(np.e))
 MASKED = float(np.finfo(np.float32).min)

@@ -12,7 +12,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from .emit import Expr, broadcast, f32, greater, loop, put, registers, span, typed
+from .emit import Expr, broadcast, f32, fma, greater, loop, put, registers, span, typed
 
 Emit = Callable[..., Any]
 
@@ -51,11 +51,6 @@ def pieces(size: int, lanes: int = 8) -> Iterator[tuple[int, int]]:
             lanes //= 2
         yield offset, lanes
         offset += lanes
-
-
-def fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
-    """``a * b + c``, fused wherever the machine fuses, so that every kernel rounds alike."""
-    return T.call_llvm_pure_intrin(typed("float32", lanes), "llvm.fmuladd", a, b, c)
 
 
 def shuffle(vectors: Sequence[Expr], lanes: Sequence[int]) -> Expr:

@@ -28,6 +28,7 @@ from .emit import (
     span,
     when,
     while_,
+    wide,
 )
 from .predicates import Column, tester
 from .vectors import shuffle
@@ -38,16 +39,18 @@ LANES = 8
 
 @dataclass(frozen=True)
 class Pool:
-    """Keys or values: a flat buffer and its strides in elements."""
+    """Keys or values: a flat buffer and its strides in elements, of dtype ``index``."""
 
     data: Buffer
     page: Expr
     slot: Expr
     head: Expr
+    index: str = "int64"
 
     def address(self, page_id: Expr, offset: Expr, head: Expr) -> Expr:
         """Return the offset of the first element of a slot."""
-        return let(i64(page_id) * self.page + i64(offset) * self.slot + i64(head) * self.head)
+        page_id, offset, head = (wide(value, self.index) for value in (page_id, offset, head))
+        return let(page_id * self.page + offset * self.slot + head * self.head)
 
 
 @dataclass(frozen=True)

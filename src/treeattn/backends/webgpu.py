@@ -1,0 +1,154 @@
+"""WebGPU devices, by wgpu-py: Vulkan, Metal and D3D12 GPUs, and CPUs through lavapipe.
+
+A device is asked for with the default limits of the specification, so kernels that run here run in every browser too;
+only the sizes of buffers are the adapter's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays import dtype_name, numpy_dtype, to_numpy
+from ..devices import Device, DeviceArray, Program, itemsize, words
+from ..errors import CompileError, UnsupportedError
+from ..targets import GPUS, GpuTraits
+
+INSTALL = "pip install 'treeattn[webgpu]' (a CPU device on Debian: apt-get install mesa-vulkan-drivers)"
+MOST_BLOCKS = 65535  # of one dimension
+BLOCKS = 128  # nobody tells the number of compute units
+SIZES = ("max-buffer-size", "max-storage-buffer-binding-size")
+
+
+@lru_cache(maxsize=1)
+def devices() -> tuple[Any, ...]:
+    """Return wgpu's adapters.
+
+    Raises
+    ------
+    UnsupportedError
+        wgpu is not installed, or there is no adapter.
+    """
+    try:
+        import wgpu
+    except ImportError as error:
+        raise UnsupportedError(f"target: webgpu needs wgpu ({error}); {INSTALL}") from None
+    found = tuple(a for a in wgpu.gpu.enumerate_adapters_sync() if a.info["backend_type"] != "OpenGL")
+    if not found:
+        raise UnsupportedError(f"target: no WebGPU adapter; install your GPU's Vulkan driver, or {INSTALL}")
+    return found
+
+
+@lru_cache(maxsize=8)
+def open_device(index: int = 0) -> WebGPUDevice:
+    """Return device number ``index``.
+
+    Raises
+    ------
+    UnsupportedError
+        There is no such device.
+    """
+    found = devices()
+    if index >= len(found):
+        raise UnsupportedError(f"target: expected webgpu:0 to webgpu:{len(found) - 1}, got webgpu:{index}")
+    return WebGPUDevice(found[index])
+
+
+class WebGPUDevice(Device):
+    """A device with its queue."""
+
+    def __init__(self, adapter: Any) -> None:
+        import wgpu
+
+        self.usage, self.stage = wgpu.BufferUsage, wgpu.ShaderStage.COMPUTE
+        self.name, self.blocks, self.refusal = str(adapter.info["device"]), BLOCKS, wgpu.GPUError
+        default = GPUS["webgpu"]
+        has_half = "shader-f16" in adapter.features
+        self.traits = GpuTraits(
+            "webgpu", default.threads, default.shared_bytes, has_half, default.int16, default.index,
+            storage_buffers=default.storage_buffers,
+        )  # fmt: skip
+        limits = {name: adapter.limits[name] for name in SIZES} | {
+            "max-storage-buffers-per-shader-stage": default.storage_buffers,
+            "max-compute-workgroup-storage-size": default.shared_bytes,
+            "max-compute-invocations-per-workgroup": default.threads,
+        }
+        self.most_bytes = min(limits[name] for name in SIZES)
+        features = ["shader-f16"] if has_half else []
+        self.device = adapter.request_device_sync(required_features=features, required_limits=limits)
+
+    def upload(self, array: Any) -> DeviceArray:
+        host = np.ascontiguousarray(to_numpy(array, "array"))
+        made = self.empty(host.shape, dtype_name(host.dtype))
+        if host.size:
+            self.device.queue.write_buffer(made.buffer, 0, words(host))
+        return made
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        count = max(int(np.prod(shape, dtype=np.int64)), 1)
+        size = -(-count * itemsize(dtype) // 4) * 4
+        if size > self.most_bytes:
+            raise UnsupportedError(
+                f"array: expected at most {self.most_bytes} bytes, a buffer's limit on {self!r}, got {size}; "
+                "use a smaller pool or another target"
+            )
+        usage = self.usage.STORAGE | self.usage.COPY_SRC | self.usage.COPY_DST
+        return DeviceArray(self, self.device.create_buffer(size=size, usage=usage), shape, dtype)
+
+    def download(self, array: DeviceArray) -> NDArray[Any]:
+        size = itemsize(array.dtype)
+        begin, end = array.offset * size, (array.offset + array.size) * size
+        if begin == end:
+            return np.empty(array.shape, numpy_dtype(array.dtype))
+        skip = begin % 4
+        content = self.device.queue.read_buffer(array.buffer, begin - skip, -(-(end - begin + skip) // 4) * 4)
+        host = np.frombuffer(content, np.uint8)[skip : skip + end - begin]
+        result: NDArray[Any] = host.copy().view(numpy_dtype(array.dtype)).reshape(array.shape)
+        return result
+
+    def finish(self) -> None:
+        self.device.queue.on_submitted_work_done_sync()
+
+    def program(self, source: Any) -> Program:
+        layout = self._layout(source)
+        try:
+            pipeline = self.device.create_compute_pipeline(
+                layout=self.device.create_pipeline_layout(bind_group_layouts=[layout]),
+                compute={"module": self.device.create_shader_module(code=source.text), "entry_point": source.name},
+            )
+        except self.refusal as error:
+            raise CompileError(f"the WebGPU driver of {self.name} refused kernel {source.name}: {error}") from error
+
+        def launch(arguments: Mapping[str, Any], blocks: int) -> None:
+            values = [arguments[name] for name in source.scalars]
+            uniform = np.array([*values, blocks - 1], np.int32)  # TVM's guard lets the given number of blocks by
+            buffers = [arguments[name].buffer for name in source.pointers]
+            buffers.append(self.device.create_buffer_with_data(data=uniform, usage=self.usage.UNIFORM))
+            entries = [
+                {"binding": i, "resource": {"buffer": buffer, "offset": 0, "size": buffer.size}}
+                for i, buffer in enumerate(buffers)
+            ]
+            encoder = self.device.create_command_encoder()
+            run = encoder.begin_compute_pass()
+            run.set_pipeline(pipeline)
+            run.set_bind_group(0, self.device.create_bind_group(layout=layout, entries=entries))
+            folds = -(-blocks // MOST_BLOCKS)  # TVM's kernels count blocks through x, then z
+            run.dispatch_workgroups(-(-blocks // folds), 1, folds)
+            run.end()
+            self.device.queue.submit([encoder.finish()])
+
+        return launch
+
+    def _layout(self, source: Any) -> Any:
+        written = re.findall(r"@binding\((\d+)\) var<storage, read_write>", source.text)
+        kinds = ["storage" if str(i) in written else "read-only-storage" for i in range(len(source.pointers))]
+        entries = [
+            {"binding": i, "visibility": self.stage, "buffer": {"type": kind}}
+            for i, kind in enumerate([*kinds, "uniform"])
+        ]
+        return self.device.create_bind_group_layout(entries=entries)

@@ -1,0 +1,150 @@
+"""From tiles and spans to the work of a GPU: items, some of them parts of a split tile, in two packed buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import IntArray
+from .masks import Batch, Mask
+from .planner import Tiles, Visits, describe_seqs, even_rows, find_visits
+from .schedules.gpu import AnyTile
+from .storage import PageTable
+
+# The layout of both buffers, as in `treeattn.kernels.gpu.arguments`; a test compares.
+PARTS = ("items", "merges", "seqs", "spans", "page_ids", "bounds", "nodes", "positions")
+TABLES = ("rope_low", "rope_high", "alibi", "sink_logits")
+VALUES = ("bounds_stride", "page_size", "group", "q_heads")
+CONSTANTS = ("sm_scale", "cap_limit", "cap_inverse", "minus_infinity")
+LEAST_BLOCKS = 2
+"""Blocks of columns that a part of a split tile has at least: merging a part costs about as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWork:
+    """What the GPU kernels are told to do: ``parts`` of their integer buffer, by name, and the size of it all."""
+
+    parts: dict[str, IntArray]
+    values: dict[str, int]
+    num_states: int
+    last_position: int
+
+    @property
+    def num_items(self) -> int:
+        return len(self.parts["items"])
+
+    @property
+    def num_merges(self) -> int:
+        return len(self.parts["merges"])
+
+    def pack(self, tables: Mapping[str, Any], constants: Mapping[str, float]) -> tuple[IntArray, NDArray[np.float32]]:
+        """Return the buffers ``plan`` and ``tables``, each with a header that says where its parts begin."""
+        flat = [self.parts[name].ravel() for name in PARTS]
+        floats = [np.asarray(tables.get(name, ()), np.float32).ravel() for name in TABLES]
+        size = len(PARTS) + len(TABLES) + len(VALUES)
+        header = [*_starts(size, flat), *_starts(len(CONSTANTS), floats), *(self.values[name] for name in VALUES)]
+        given = np.array([constants[name] for name in CONSTANTS], np.float32)
+        return np.concatenate([np.array(header, np.int32), *flat]), np.concatenate([given, *floats])
+
+
+def make_device_work(
+    batch: Batch,
+    mask: Mask,
+    table: PageTable,
+    *,
+    kv_heads: int,
+    group: int,
+    tile: AnyTile,
+    blocks: int,
+    positions: bool,
+) -> DeviceWork:
+    """Cut rows in tiles, and the columns of the tiles too where there are fewer tiles than ``blocks``."""
+    seq, row_begin, num_rows = even_rows(batch.q_len * group, tile.rows)
+    tiles = Tiles(np.full_like(seq, -1), seq, row_begin, num_rows)
+    bounds = mask.bounds(batch, spare=1)
+    whole = find_visits(batch, mask, bounds, tiles, group)
+    visits, of_tile = split(whole, tile.columns, -(-blocks // kv_heads))
+    items, merges = _items(tiles, visits, of_tile, kv_heads)
+    parts = {
+        "items": items,
+        "merges": merges,
+        "seqs": describe_seqs(batch, table),
+        "spans": visits.spans,
+        "page_ids": table.page_ids,
+        "bounds": bounds,
+        "nodes": batch.nodes,
+        "positions": batch.position if positions else np.zeros(0, np.int32),
+    }
+    values = {
+        "bounds_stride": bounds.shape[1],
+        "page_size": table.page_size,
+        "group": group,
+        "q_heads": group * kv_heads,
+    }
+    last = batch.last_position if positions else 0
+    return DeviceWork(parts, values, int(items[:, 0].max(initial=-1)) + 1, last)
+
+
+def split(visits: Visits, columns: int, blocks: int) -> tuple[Visits, IntArray]:
+    """Split the columns of tiles in parts so that there are about ``blocks`` of them, cut at multiples of ``columns``.
+
+    Returns
+    -------
+    parts : Visits
+        Of the parts, in order.
+    of_tile : int32 ``[num_parts]``
+        The tile of each; one that visits nothing has one part.
+    """
+    num_tiles = len(visits.columns)
+    share = int(visits.columns.sum()) // max(blocks, 1)
+    size = max(-(-share // columns), LEAST_BLOCKS) * columns
+    if num_tiles >= blocks:
+        size = max(size, int(visits.columns.max(initial=0)) + 1)
+    parts = np.maximum(-(-visits.columns // size), 1)
+    first_part = np.cumsum(parts) - parts
+    tile = np.repeat(np.arange(num_tiles), np.diff(visits.indptr))
+    begin, end, full = visits.spans.astype(np.int64).T
+    length = end - begin
+    before = np.cumsum(length) - length
+    before -= (np.cumsum(visits.columns) - visits.columns)[tile]  # columns of the tile before the span
+    first, last = before // size, (before + length - 1) // size
+    count = last - first + 1
+    span = np.repeat(np.arange(len(length)), count)
+    part = first[span] + np.arange(len(span)) - np.repeat(np.cumsum(count) - count, count)
+    shift = begin[span] - before[span]
+    cut_begin = np.maximum(part * size, before[span]) + shift
+    cut_end = np.minimum((part + 1) * size, (before + length)[span]) + shift
+    owner = first_part[tile[span]] + part
+    spans = np.stack([cut_begin, cut_end, full[span]], axis=1).astype(np.int32)
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=int(parts.sum())))]).astype(np.int32)
+    visited = np.bincount(owner, weights=cut_end - cut_begin, minlength=int(parts.sum())).astype(np.int32)
+    return Visits(spans, indptr, visited), np.repeat(np.arange(num_tiles, dtype=np.int32), parts)
+
+
+def _items(tiles: Tiles, parts: Visits, of_tile: IntArray, kv_heads: int) -> tuple[IntArray, IntArray]:
+    """Return items, the longest first, and merges; both ``[n, 7]``, fields as in `treeattn.kernels.gpu.arguments`."""
+    num_parts, split_tiles = len(of_tile), np.bincount(of_tile, minlength=len(tiles.seq)) > 1
+    part = np.tile(np.arange(num_parts), kv_heads)
+    head = np.repeat(np.arange(kv_heads, dtype=np.int32), num_parts)
+    tile = of_tile[part]
+    is_split = split_tiles[tile]
+    state = np.where(is_split, np.cumsum(is_split) - 1, -1)
+    fields = (
+        state, tiles.seq[tile], head, tiles.row_begin[tile], tiles.num_rows[tile], parts.indptr[part],
+        parts.indptr[part + 1],
+    )  # fmt: skip
+    items = np.stack(fields, axis=1).astype(np.int32)
+    begins = is_split & np.concatenate([[True], (tile[1:] != tile[:-1]) | (head[1:] != head[:-1])])[: len(tile)]
+    merges = items[begins]
+    counts = np.bincount(of_tile, minlength=len(tiles.seq))[tile[begins]]
+    merges[:, 5], merges[:, 6] = merges[:, 0], merges[:, 0] + counts
+    return items[np.argsort(-parts.columns[part], kind="stable")], merges
+
+
+def _starts(begin: int, arrays: list[NDArray[Any]]) -> list[int]:
+    """Return where each array begins in a buffer that starts with ``begin`` other elements."""
+    return [begin + sum(array.size for array in arrays[:i]) for i in range(len(arrays))]

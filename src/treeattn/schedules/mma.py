@@ -1,0 +1,88 @@
+"""Tile sizes of the tensor-core template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..kernels.spec import KernelSpec
+from ..targets import GpuTraits
+
+CHUNK = 8  # elements of 16 bits that are copied at once, and by which rows in shared memory are longer
+ELEMENT = 2  # bytes
+WARP, WARP_ROWS = 32, 16
+MOST_KEPT = 128  # dims of queries that registers hold beside everything else
+DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class MmaTile:
+    """Sizes of a row tile and of its blocks of columns.
+
+    Parameters
+    ----------
+    warps : int
+        Of a block; each has 16 rows.
+    columns : int
+        Of a block of columns, a multiple of 16.
+    """
+
+    warps: int = 4
+    columns: int = 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * WARP
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.warps * WARP_ROWS
+
+    def keeps_query(self, spec: KernelSpec) -> bool:
+        """Whether queries stay in registers; then they pass through the stage of the second block of keys."""
+        return spec.d_qk <= MOST_KEPT and self.rows <= self.columns
+
+    def query_words(self, spec: KernelSpec) -> int:
+        """Registers of a thread that hold queries."""
+        return spec.d_qk // 4 if self.keeps_query(spec) else 4
+
+    def query_at(self, spec: KernelSpec) -> int:
+        """First element of the queries in shared memory."""
+        keys, values = (self.columns * (d + CHUNK) for d in (spec.d_qk, spec.d_v))
+        return keys if self.keeps_query(spec) else 2 * (keys + values)
+
+    def stage_elements(self, spec: KernelSpec) -> int:
+        """Elements of dynamic shared memory: two blocks of keys and values, and queries that are not kept."""
+        blocks = 2 * self.columns * (spec.d_qk + spec.d_v + 2 * CHUNK)
+        return blocks if self.keeps_query(spec) else blocks + self.rows * (spec.d_qk + CHUNK)
+
+    def dynamic_bytes(self, spec: KernelSpec) -> int:
+        """Bytes of dynamic shared memory of a block."""
+        return self.stage_elements(spec) * ELEMENT
+
+    def shared_bytes(self, spec: KernelSpec, traits: GpuTraits) -> int:
+        """Bytes of shared memory of a block."""
+        index = 8 if traits.index == "int64" else 4
+        return self.dynamic_bytes(spec) + 2 * self.columns * 2 * index
+
+    def legal(self, spec: KernelSpec, traits: GpuTraits) -> list[str]:
+        """Return the reasons why this tile cannot run ``spec``; none if it can."""
+        needed, sizes = self.shared_bytes(spec, traits), (spec.d_qk, spec.d_v)
+        rules = {
+            f"{traits.kind} {traits.arch} has no mma.m16n8k16 (sm_80 and later have)": not traits.has_mma,
+            f"q {spec.q_dtype} and keys {spec.kv_dtype} are not both one of {', '.join(DTYPES)}": spec.q_dtype
+            not in DTYPES
+            or spec.q_dtype != spec.kv_dtype,
+            f"head sizes {sizes} are not multiples of 16 up to 256": any(d % 16 or d > 256 for d in sizes),
+            "keys are rotated as they are read": spec.rope is not None,
+            "values are parts of keys (MLA)": spec.shared,
+            f"{self.columns} columns are no multiple of 16 up to {self.threads}, one a thread": self.columns % 16
+            or self.columns > self.threads,
+            f"{needed} bytes of shared memory of {traits.dynamic_bytes}": needed > traits.dynamic_bytes,
+        }
+        return [reason for reason, broken in rules.items() if broken]
+
+
+TILES = (MmaTile(), MmaTile(columns=32))
+"""In order of preference: queries of more than 128 dims leave room for fewer columns."""
