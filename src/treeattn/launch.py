@@ -98,7 +98,9 @@ class Launch(LayerCheck):
             check_storage(kv)
         queries, pools = view(q, "q"), self.pools if kv is None else kv.pools
         if queries.device is not None or pools.k.device is not None:
-            raise UnsupportedError(f"q, kv: expected memory on the CPU as planned, got {queries.device or pools.k.device}")
+            raise UnsupportedError(
+                f"q, kv: expected memory on the CPU as planned, got {queries.device or pools.k.device}"
+            )
         if check:
             self.check_layer(queries, pools)
         shape = (self.q_total, self.q_heads, pools.d_v)

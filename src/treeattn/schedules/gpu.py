@@ -26,7 +26,7 @@ class GpuTile:
     rows_each, columns_each : int
         Rows of a thread, and columns of a block of columns whose scores it computes.
     dims : int
-        Dims of keys (and of values, rounded to whole threads) that lie in shared memory at a time.
+        The most dims of keys that lie in shared memory at a time.
     holds_query : bool
         Whether the queries stay in shared memory; otherwise they pass through it with the keys.
     """
@@ -53,11 +53,6 @@ class GpuTile:
         """Columns of a block."""
         return self.column_threads * self.columns_each
 
-    @property
-    def value_chunk(self) -> int:
-        """Accumulators of a thread and row that one chunk of values serves."""
-        return max(1, self.dims // self.column_threads)
-
     def chunk(self, spec: KernelSpec) -> int:
         """Dims of a chunk of keys: even ones, at most ``dims``."""
         return -(-spec.d_qk // -(-spec.d_qk // self.dims))
@@ -72,8 +67,8 @@ class GpuTile:
         return (-(-spec.d_qk // chunk) * chunk if self.holds_query else chunk) + 1
 
     def stage_floats(self, spec: KernelSpec) -> int:
-        """Floats of shared memory that chunks of keys and values pass through."""
-        return self.columns * max(self.chunk(spec) + 1, self.value_chunk * self.column_threads)
+        """Floats of shared memory that chunks of keys pass through."""
+        return self.columns * (self.chunk(spec) + 1)
 
     def shared_bytes(self, spec: KernelSpec, traits: GpuTraits) -> int:
         """Bytes of shared memory of a block."""
@@ -92,8 +87,6 @@ class GpuTile:
             f"{self.threads} threads a block of {traits.threads}": self.threads > traits.threads,
             f"{needed} bytes of shared memory of {traits.shared_bytes}": needed > traits.shared_bytes,
             f"{sums} accumulators a thread of {MOST_SUMS}": sums > MOST_SUMS,
-            f"chunks of {self.dims} dims are narrower than {self.column_threads} threads": self.dims
-            < self.column_threads,
         }
         return [reason for reason, broken in rules.items() if broken]
 

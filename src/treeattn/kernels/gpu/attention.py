@@ -2,7 +2,7 @@
 
 The threads form a grid of ``row_threads x column_threads``. A thread keeps a few rows all along: of each block of
 columns it computes their scores for a few columns, turns these into weights, and adds all columns' values to a few
-dims. Keys and values pass through shared memory in chunks. Rows' maxima are exchanged once a block of columns,
+dims. Keys pass through shared memory in chunks of dims. Rows' maxima are exchanged once a block of columns,
 denominators once at the end; the loops over columns hold no barrier, and every loop and branch around one depends
 on the plan alone, so all threads of a block meet at it.
 """
@@ -67,7 +67,7 @@ class RowTile:
         self.mine, self.place = let(T.truncdiv(thread, config.column_threads)), let(thread % config.column_threads)
         self.rows, self.cols = range(config.rows_each), range(config.columns_each)
         self.dims = config.dims_each(spec)
-        self.chunk, self.value_chunk = config.chunk(spec), config.value_chunk
+        self.chunk = config.chunk(spec)
         self.maximum, self.denominator, self.factor = (private(config.rows_each) for _ in range(3))
         self.scores = private(config.rows_each * config.columns_each)
         self.seen = private(config.rows_each * config.columns_each, "int32")
@@ -131,20 +131,21 @@ class RowTile:
         barrier()
         self._revise_maxima()
         self._weigh()
-        for at in range(0, self.dims, self.value_chunk):
-            self._stage_values(at, count)
-            barrier()
-            either(
-                partial,
-                functools.partial(self._accumulate, at, count, guarded=True),
-                functools.partial(self._accumulate, at, count, guarded=False),
-            )
-            barrier()
+        barrier()
+        either(
+            partial,
+            functools.partial(self._accumulate, count, guarded=True),
+            functools.partial(self._accumulate, count, guarded=False),
+        )
+        barrier()
 
     def _row(self, i: int) -> Expr:
         return self.mine + i * self.config.row_threads
 
     def _column(self, j: int) -> Expr:
+        return self.place + j * self.config.column_threads
+
+    def _dim(self, j: int) -> Expr:
         return self.place + j * self.config.column_threads
 
     def _spread(self, count: int, body: Callable[[Expr], None]) -> None:
@@ -292,28 +293,19 @@ class RowTile:
                 put(self.denominator, i, self.denominator[i] + T.Select(seen, value, f32(0.0)))
                 put(self.weights, self._row(i) * stride + self._column(j), T.Select(seen, value, f32(UNSEEN)))
 
-    def _stage_values(self, first: int, count: Expr) -> None:
-        """Load the dims that accumulators ``first .. first + value_chunk`` of all threads stand for."""
-        size, begin = self.value_chunk * self.config.column_threads, first * self.config.column_threads
-        last = self.spec.d_v - 1
+    def _accumulate(self, count: Expr, *, guarded: bool) -> None:
+        """``sums += weights . values``; guarded, only what is seen is multiplied.
 
-        def stage(index: Expr) -> None:
-            c, place = let(T.truncdiv(index, size)), let(index % size)
-            dim = let(smaller(place + begin, i32(last))) if begin + size > last + 1 else place + begin
-            with when(c < count):
-                put(self.stage, index, self.args.value(let(self.values_at[c]), dim))
-
-        self._spread(self.config.columns * size, stage)
-
-    def _accumulate(self, first: int, count: Expr, *, guarded: bool) -> None:
-        """``sums += weights . values``; guarded, only what is seen is multiplied."""
-        size = self.value_chunk * self.config.column_threads
-        sums = range(first, min(first + self.value_chunk, self.dims))
+        Values come straight from their slots: neighbours read neighbouring dims, other rows' threads find them in the
+        cache, and a value is multiplied no more often from shared memory.
+        """
+        dims = [let(smaller(self._dim(j), i32(self.spec.d_v - 1))) for j in range(self.dims)]
         with loop(count) as c:
+            slot = let(self.values_at[c])
             weights = [let(self.weights[self._row(i) * (self.config.columns + 1) + c]) for i in self.rows]
-            values = [let(self.stage[c * size + self._column(j - first)]) for j in sums]
-            for i, of_row in enumerate(weights):
-                for j, value in zip(sums, values, strict=True):
+            for j, dim in enumerate(dims):
+                value = let(self.args.value(slot, dim))
+                for i, of_row in enumerate(weights):
                     at = i * self.dims + j
                     new = fma(of_row, value, self.sums[at], 1)
                     put(self.sums, at, T.Select(of_row < f32(0.0), self.sums[at], new) if guarded else new)
@@ -342,7 +334,7 @@ class RowTile:
 
     def _store_sums(self, i: int, at: Expr, inverse: Expr) -> None:
         for j in range(self.dims):
-            dim = let(self._column(j))
+            dim = let(self._dim(j))
             with when(dim < self.spec.d_v):
                 self.args.out.store(at + wide(dim, self.args.index), self.sums[i * self.dims + j] * inverse)
 
@@ -353,7 +345,7 @@ class RowTile:
             row = let(wide(self.tile.kind * self.config.rows + self._row(i), index))
             at = let(row * wide(d + STATE_FIELDS, index))
             for j in range(self.dims):
-                dim = let(self._column(j))
+                dim = let(self._dim(j))
                 with when(dim < d):
                     put(self.args.partial, at + wide(dim, index), self.sums[i * self.dims + j])
             with when(self.place == 0):
