@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from .api import merge as merge
     from .api import plan as plan
     from .api import to_natural as to_natural
+    from .cache.manager import PagedKVCache as PagedKVCache
+    from .cache.step import Step as Step
+    from .errors import CacheError as CacheError
+    from .errors import CacheFullError as CacheFullError
     from .errors import CompileError as CompileError
     from .errors import DTypeError as DTypeError
     from .errors import IndexRangeError as IndexRangeError
@@ -40,7 +44,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": ("attention", "merge", "plan", "to_natural"),
-    "errors": ("CompileError", "DTypeError", "IndexRangeError", "ShapeError", "TreeAttnError", "UnsupportedError"),
+    "cache.manager": ("PagedKVCache",),
+    "cache.step": ("Step",),
+    "errors": (
+        *("CacheError", "CacheFullError", "CompileError", "DTypeError"),
+        *("IndexRangeError", "ShapeError", "TreeAttnError", "UnsupportedError"),
+    ),
     "hf": ("ModelSpec", "spec_from_hf_config"),
     "masks": ("Causal", "Full", "PaddedLeft", "Sink", "Tree", "ValidLength", "Window"),
     "planner": ("Plan",),

@@ -27,6 +27,7 @@ LEVELS = [
     {"backends", "store"},
     {"schedules"},
     {"kernels"},
+    {"cache_ops"},
     {"targets", "masks", "storage", "rope", "logits", "hf", "draw"},
     {"tree", "arrays"},
     {"errors"},
