@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from .planner import Plan as Plan
     from .rope import Rope as Rope
     from .rope import RopeScaling as RopeScaling
+    from .speculate.verify import Accepted as Accepted
+    from .speculate.verify import verify_greedy as verify_greedy
+    from .speculate.verify import verify_sampling as verify_sampling
     from .storage import LatentKV as LatentKV
     from .storage import PagedKV as PagedKV
     from .storage import RaggedKV as RaggedKV
@@ -54,6 +57,7 @@ _HOMES = {
     "masks": ("Causal", "Full", "PaddedLeft", "Sink", "Tree", "ValidLength", "Window"),
     "planner": ("Plan",),
     "rope": ("Rope", "RopeScaling"),
+    "speculate.verify": ("Accepted", "verify_greedy", "verify_sampling"),
     "storage": ("LatentKV", "PagedKV", "RaggedKV"),
     "tree": ("TokenTree",),
 }
