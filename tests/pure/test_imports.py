@@ -29,7 +29,7 @@ LEVELS = [
     {"kernels"},
     {"cache_ops"},
     {"targets", "masks", "storage", "rope", "logits", "hf", "draw"},
-    {"tree", "arrays"},
+    {"tree", "arrays", "files"},
     {"errors"},
 ]
 LEVEL = {part: -depth for depth, parts in enumerate(LEVELS) for part in parts}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import INT32_MAX, check_dtype, numpy_dtype
+from ..arrays import INT32_MAX, numpy_dtype
 from ..errors import DTypeError, IndexRangeError
+from ..planner import check_q_dtype
 from ..storage import LatentKV, PagedKV
 from .table import Snapshot
 
@@ -28,13 +30,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "kv_heads", "head_dim", "num_pages", "page_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise DTypeError(f"{name}: expected an integer, got {value!r:.60}")
-            least = 0 if name == "num_pages" else 1
-            if not least <= value <= INT32_MAX:
-                raise IndexRangeError(f"{name}: expected {least} to {INT32_MAX}, got {value}")
-        check_dtype(self.dtype, "dtype")
+            object.__setattr__(self, name, check_size(getattr(self, name), name, 0 if name == "num_pages" else 1))
+        object.__setattr__(self, "dtype", check_q_dtype(self.dtype))
 
     @property
     def token_shape(self) -> tuple[int, ...]:
@@ -56,3 +53,23 @@ class Layout:
             if any(table.dropped):
                 arrays |= {"kept": table.kept, "dropped": table.dropped}
         return LatentKV(pages, **arrays, d_latent=self.d_latent) if self.d_latent else PagedKV(pages, **arrays)
+
+
+def check_size(value: Any, name: str, least: int = 1) -> int:
+    """Return a size as an int, checked."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise DTypeError(f"{name}: expected an integer, got {value!r:.60}")
+    if not least <= value <= INT32_MAX:
+        raise IndexRangeError(f"{name}: expected {least} to {INT32_MAX}, got {value}")
+    return int(value)
+
+
+def check_layer(layer: int, num_layers: int) -> int:
+    """Return a layer's index, checked."""
+    try:
+        index = operator.index(layer)
+    except TypeError:
+        raise DTypeError(f"layer: expected an integer, got {layer!r:.60}") from None
+    if not 0 <= index < num_layers:
+        raise IndexRangeError(f"layer: expected 0 to {num_layers - 1}, got {index}")
+    return index

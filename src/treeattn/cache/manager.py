@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from numpy.typing import NDArray
 
 from .. import cache_ops
 from ..errors import CacheError, CacheFullError, DTypeError, IndexRangeError, ShapeError
+from ..masks import Sink, Window
 from ..tree import TokenTree
-from .layout import Layout
+from . import saved
+from .layout import Layout, check_layer, check_size
 from .pages import PagePool
 from .step import Step
 from .table import CachedSequence, Snapshot, chain
@@ -65,6 +69,7 @@ class PagedKVCache:
 
         ``step.append(layer, rows)`` takes rows ``[q_total, d_latent + d_rope]``; pass ``sm_scale`` to attention.
         """
+        d_latent, d_rope = check_size(d_latent, "d_latent"), check_size(d_rope, "d_rope", 0)
         cache = cls.__new__(cls)
         cache._start(Layout(num_layers, 1, d_latent + d_rope, num_pages, page_size, dtype, d_latent))
         return cache
@@ -112,9 +117,7 @@ class PagedKVCache:
         IndexRangeError
             No such sequence, or more tokens than it has.
         """
-        parent = self._find(seq)
-        if parent.pending is not None:
-            raise CacheError(f"fork: expected sequence {seq} without uncommitted tokens; commit or truncate it first")
+        parent = self._settled(seq, "fork")
         child = CachedSequence(parent.pages[:], parent.length, parent.kept, parent.dropped)
         child.truncate(parent.length if length is None else length)
         child.trim(self._layout.page_size)
@@ -141,6 +144,93 @@ class PagedKVCache:
         sequence.truncate(0)
         self._settle(sequence)
         del self._sequences[seq]
+
+    def drop_outside(self, window: int, sink: int = 0, seqs: Iterable[int] | None = None) -> int:
+        """Give back pages of which no later token sees anything.
+
+        A token at position p sees positions ``> p - window`` and those below ``sink``. Whole pages are dropped; the
+        tokens behind them keep their positions. Attention that would see a dropped token is refused from then on.
+
+        Parameters
+        ----------
+        window, sink : int
+            The widest of all layers.
+        seqs : iterable of int, optional
+            The sequences; all by default.
+
+        Returns
+        -------
+        int
+            How many pages became free.
+
+        Raises
+        ------
+        CacheError
+            A sequence has uncommitted tokens; nothing has changed.
+        """
+        size, first = Window(window).size, Sink(sink).size
+        names = self.seqs if seqs is None else tuple(dict.fromkeys(seqs))
+        sequences = [self._settled(seq, "drop_outside") for seq in names]
+        before = self.free_pages
+        for sequence in sequences:
+            self._pool.release(sequence.drop_outside(size, first, self._layout.page_size))
+        return self.free_pages - before
+
+    def pages(self, layer: int) -> NDArray[Any]:
+        """Return a layer's pool, not a copy, as `PagedKV` or `LatentKV` has it."""
+        pages: NDArray[Any] = self._layers[check_layer(layer, len(self._layers))].pages
+        return pages
+
+    def read(self, layer: int, seq: int) -> Any:
+        """Return a copy of the committed keys and values of a sequence, without those that were dropped.
+
+        Returns
+        -------
+        k, v : ndarray
+            ``[tokens, kv_heads, head_dim]`` each; in a cache of compressed keys and values one array
+            ``[tokens, d_latent + d_rope]``.
+        """
+        slots = self._find(seq).all_slots(self._layout.page_size)
+        return cache_ops.gather(self.pages(layer), slots, check=False)
+
+    def save(self, seq: int, path: str | os.PathLike[str]) -> None:
+        """Write a sequence to a ``.safetensors`` file, whole or not at all.
+
+        Raises
+        ------
+        CacheError
+            The sequence has uncommitted tokens.
+        UnsupportedError
+            The safetensors package is not installed.
+        OSError
+            The file cannot be written; what was there before is there still.
+        """
+        sequence = self._settled(seq, "save")
+        layers = [self.read(layer, seq) for layer in range(self._layout.num_layers)]
+        saved.write(Path(path), self._layout, (sequence.length, sequence.kept, sequence.dropped), layers)
+
+    def load(self, path: str | os.PathLike[str]) -> int:
+        """Return a new sequence with what `save` wrote, from a cache of the same layout and any number of pages.
+
+        Raises
+        ------
+        SequenceFileError
+            A damaged or foreign file, or one of another layout.
+        CacheFullError
+            Not enough free pages.
+        UnsupportedError
+            The safetensors package is not installed.
+        OSError
+            The file cannot be read.
+        """
+        layout = self._layout
+        (length, kept, dropped), layers = saved.read(Path(path), layout)
+        sequence = CachedSequence(length=length, kept=kept, dropped=dropped)
+        self._reserve([sequence], [-(-sequence.prefix_len // layout.page_size)], [])
+        slots = sequence.all_slots(layout.page_size)
+        for storage, arrays in zip(self._layers, layers, strict=True):
+            cache_ops.append(storage.pages, slots, *arrays, check=False)
+        return self._name(sequence)
 
     # steps
 
@@ -170,7 +260,7 @@ class PagedKVCache:
         growths = [
             tree.num_nodes - sequence.num_pending for sequence, tree in zip(sequences, trees.values(), strict=True)
         ]
-        self._reserve(sequences, growths)
+        self._grow(sequences, growths)
         for sequence, tree in zip(sequences, trees.values(), strict=True):
             if sequence.step:
                 sequence.step.close()
@@ -226,29 +316,28 @@ class PagedKVCache:
 
     # pages
 
-    def _reserve(self, sequences: list[CachedSequence], growths: list[int]) -> None:
+    def _grow(self, sequences: list[CachedSequence], growths: list[int]) -> None:
         """Give every sequence pages of its own for its new rows, or raise and change nothing."""
         size = self._layout.page_size
-        fresh = [
-            -(-(sequence.kv_len + growth) // size) - len(sequence.pages)
-            for sequence, growth in zip(sequences, growths, strict=True)
-        ]
-        written = [
-            sequence for sequence, growth in zip(sequences, growths, strict=True) if growth and sequence.kv_len % size
-        ]
+        grown = list(zip(sequences, growths, strict=True))
+        fresh = [-(-(sequence.kv_len + growth) // size) - len(sequence.pages) for sequence, growth in grown]
+        written = [sequence for sequence, growth in grown if growth and sequence.kv_len % size]
+        self._reserve(sequences, fresh, written)
+
+    def _reserve(self, sequences: list[CachedSequence], fresh: list[int], written: list[CachedSequence]) -> None:
+        """Append ``fresh`` pages to each sequence, and copy the last pages of those ``written`` that are shared."""
         tails = Counter(sequence.pages[-1] for sequence in written)
         copies = sum(min(count, self._pool.holders(page) - 1) for page, count in tails.items())
         wanted = sum(fresh) + copies
         if wanted > self._pool.free:
             raise CacheFullError(
-                f"begin: expected {wanted} free pages ({copies} of them for copies of shared pages), got "
+                f"cache: expected {wanted} free pages ({copies} of them for copies of shared ones), got "
                 f"{self._pool.free} of {self._layout.num_pages}; remove or truncate sequences, or make a larger cache"
             )
         for sequence in written:
             self._own_tail(sequence)
-        taken = iter(self._pool.take(sum(fresh)))
         for sequence, count in zip(sequences, fresh, strict=True):
-            sequence.pages.extend(itertools.islice(taken, count))
+            sequence.pages.extend(self._pool.take(count))
 
     def _own_tail(self, sequence: CachedSequence) -> None:
         shared = sequence.pages[-1]
@@ -281,6 +370,14 @@ class PagedKVCache:
             raise IndexRangeError(
                 f"seq: expected a sequence of this cache, got {seq!r:.60}, which was removed or never added; call add()"
             ) from None
+
+    def _settled(self, seq: int, action: str) -> CachedSequence:
+        sequence = self._find(seq)
+        if sequence.pending is not None:
+            raise CacheError(
+                f"{action}: expected sequence {seq} without uncommitted tokens; commit or truncate it first"
+            )
+        return sequence
 
 
 def _mapping(value: Any, name: str) -> dict[int, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +10,12 @@ from numpy.typing import NDArray
 
 from .. import api, cache_ops
 from ..arrays import IntArray, view
-from ..errors import CacheError, DTypeError, IndexRangeError, ShapeError
+from ..errors import CacheError, ShapeError
 from ..masks import Causal, Mask, Sink, Tree, Window
 from ..planner import Plan
 from ..rope import Rope
 from ..storage import LatentKV, PagedKV
-from .layout import Layout
+from .layout import Layout, check_layer
 from .table import Snapshot
 
 
@@ -181,10 +180,4 @@ class Step:
     def _index(self, layer: int) -> int:
         if not self.is_open:
             raise CacheError("step: expected an open step, got one that ended; begin another")
-        try:
-            index = operator.index(layer)
-        except TypeError:
-            raise DTypeError(f"layer: expected an integer, got {layer!r:.60}") from None
-        if not 0 <= index < len(self._layers):
-            raise IndexRangeError(f"layer: expected 0 to {len(self._layers) - 1}, got {index}")
-        return index
+        return check_layer(layer, len(self._layers))

@@ -53,6 +53,11 @@ class CachedSequence:
         """Number of columns, uncommitted ones included."""
         return self.prefix_len + self.num_pending
 
+    def all_slots(self, page_size: int) -> NDArray[np.int64]:
+        """Return the slots of the committed columns, int64 ``[prefix_len]``."""
+        pages = np.array(self.pages, np.int64)[:, None] * page_size
+        return (pages + np.arange(page_size)).ravel()[: self.prefix_len]
+
     def slots(self, columns: NDArray[np.int64], page_size: int) -> list[int]:
         """Return the slots of a few columns."""
         return [self.pages[column // page_size] * page_size + column % page_size for column in columns.tolist()]
@@ -73,6 +78,20 @@ class CachedSequence:
         if length <= self.kept:
             self.kept = self.dropped = 0
         self.length = length
+
+    def drop_outside(self, window: int, sink: int, page_size: int) -> list[int]:
+        """Drop the whole pages that the next tokens, in a window and with a sink, see nothing of; return them."""
+        kept = -(-sink // page_size) * page_size
+        if self.dropped:
+            kept = min(kept, self.kept)
+        stay = max((self.length - window + 1) // page_size * page_size, self.kept + self.dropped)
+        if stay <= kept:
+            return []
+        gone = slice(kept // page_size, (stay - self.dropped) // page_size)
+        pages = self.pages[gone].tolist()
+        del self.pages[gone]
+        self.kept, self.dropped = kept, stay - kept
+        return pages
 
     def trim(self, page_size: int) -> list[int]:
         """Let go of the pages behind the columns there are, and return them."""
