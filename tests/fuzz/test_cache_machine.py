@@ -124,7 +124,7 @@ class CacheMachine(RuleBasedStateMachine):
             for node in range(len(self.models[seq].parents), len(trees[seq]))
         ]
         for layer in range(LAYERS):
-            k = rows(sum(tokens, []), layer)[:, None]
+            k = rows([token for some in tokens for token in some], layer)[:, None]
             step.append(layer, k, -k)
         for seq, new_tokens in zip(seqs, tokens, strict=True):
             model = self.models[seq]
@@ -233,7 +233,7 @@ class CacheMachine(RuleBasedStateMachine):
             for page, name in zip(inner[seq], model.pages, strict=True):
                 assert alike.setdefault(page, name) == name  # shared where the model shares, and nowhere else
         assert len(alike) == len(held)
-        for seq, model in self.models.items():
+        for model in self.models.values():
             for column in range(len(model.kept), model.columns):  # what may be written is nobody else's
                 assert held[model.pages[column // self.size]] == 1
 
