@@ -113,14 +113,15 @@ def verify_sampling(
     Leviathan et al. 2023, arXiv:2211.17192, for one draft token; Miao et al. 2024, arXiv:2305.09781, for several). If
     all are rejected, the bonus token is drawn from what is left of p.
 
-    That is exact only if the children of a node were chosen in one of these ways, without a look at the target's
-    choice, and all that were drawn are in the tree, siblings in the order they were drawn:
+    Children must have been chosen without a look at the target's row of their parent; with ``draft_probs``, in one of
+    two ways:
 
-    - ``draft_probs=None``: any rule without chance given the tokens before (the best k, an n-gram, a fixed text). A
-      token is then accepted with probability p(x), else removed from p.
-    - ``draft_probs`` given: drawn one after another from the row of their parent *without* replacement: the next from
-      the row with those before removed, normalised (as Gumbel-top-k does).
-    - ``draft_probs`` given and ``replacement=True``: drawn independently from the row of their parent.
+    - ``draft_probs=None``: chosen in any way (the best k, an n-gram, drawn, pruned). A token is accepted with
+      probability p(x), else removed from p: q is taken to be certain of it.
+    - ``draft_probs``: drawn one after another from the row of their parent *without* replacement, each from the row
+      with those before it removed, normalised (as Gumbel-top-k does); all that were drawn are in the tree, siblings in
+      the order they were drawn.
+    - ``draft_probs`` and ``replacement=True``: the same, but drawn independently.
 
     Parameters
     ----------
