@@ -300,10 +300,10 @@ def _normalised(rest: Probs, otherwise: Probs | None = None) -> Probs:
 
 
 def _draw(p: Probs, rng: np.random.Generator) -> int:
-    """Draw a token; one of probability 0 never comes."""
-    tokens = np.flatnonzero(p)
-    upto = np.cumsum(p[tokens])
-    return int(tokens[min(np.searchsorted(upto, rng.random() * upto[-1], side="right"), len(tokens) - 1)])
+    """Draw a token; one of probability 0 never comes, since a sum does not grow at it."""
+    upto = np.cumsum(p)
+    token = int(np.searchsorted(upto, rng.random() * upto[-1], side="right"))
+    return token if token < len(p) else int(np.flatnonzero(p)[-1])  # the coin was rounded up to 1
 
 
 def _batch(trees: Any, **arguments: Any) -> Iterator[dict[str, Any]]:
