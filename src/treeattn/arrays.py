@@ -119,7 +119,8 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 @lru_cache(maxsize=64)
-def _dtype_name(dtype: np.dtype[Any]) -> str:
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return the name of a NumPy dtype."""
     return str(dtype.name)  # computed anew by NumPy at every access, slowly
 
 
@@ -170,7 +171,7 @@ def _view_numpy(array: NDArray[Any], name: str) -> View:
     if not dtype.isnative:
         array = array.astype(dtype.newbyteorder("="))
         dtype = array.dtype
-    label = check_dtype(_dtype_name(dtype), name)
+    label = check_dtype(dtype_name(dtype), name)
     itemsize = dtype.itemsize
     strides = array.strides
     readable = array.flags.aligned and (not strides or strides[-1] == itemsize or array.shape[-1] <= 1)

@@ -14,12 +14,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import DTYPES, as_kind, to_numpy
+from .arrays import DTYPES, as_kind, dtype_name, to_numpy
 from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 from .rope import Rope
 
 Rows: TypeAlias = NDArray[np.void]
-Slots: TypeAlias = NDArray[np.int64]
+Places: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Page of each token, and place on it."""
 
 
 def append(
@@ -57,7 +58,7 @@ def append(
         Arrays that do not fit, or slots outside the pool; nothing is written then.
     """
     pool = _Pool(pages, writes=True)
-    places = pool.slots(slots, "slots", check)
+    places = pool.places(slots, "slots", check)
     if rope is not None:
         if pool.is_latent:
             raise UnsupportedError("rope: a compressed key turns in its last elements only; rotate those and append")
@@ -65,7 +66,7 @@ def append(
     names = ("k",) if pool.is_latent else ("k", "v")
     if pool.is_latent and v is not None:
         raise ShapeError("v: expected None, since a pool of compressed keys holds both in one row, got an array")
-    new = [pool.new_rows(array, name, len(places)) for array, name in zip((k, v), names, strict=False)]
+    new = [pool.new_rows(array, name, len(places[0])) for array, name in zip((k, v), names, strict=False)]
     for half, rows in enumerate(new):
         pool.put(half, places, rows)
 
@@ -108,9 +109,9 @@ def compact(pages: Any, source: Any, target: Any, *, check: bool = True) -> None
         Slots outside the pool, or lists of two lengths; nothing is written then.
     """
     pool = _Pool(pages, writes=True)
-    reads, writes = pool.slots(source, "source", check), pool.slots(target, "target", check)
-    if len(reads) != len(writes):
-        raise ShapeError(f"target: expected {len(reads)} slots as source has, got {len(writes)}")
+    reads, writes = pool.places(source, "source", check), pool.places(target, "target", check)
+    if len(reads[0]) != len(writes[0]):
+        raise ShapeError(f"target: expected {len(reads[0])} slots as source has, got {len(writes[0])}")
     moved = [pool.get(half, reads) for half in range(pool.halves)]
     for half, rows in enumerate(moved):
         pool.put(half, writes, rows)
@@ -135,7 +136,7 @@ def gather(pages: Any, slots: Any, *, check: bool = True) -> Any:
         keys and values.
     """
     pool = _Pool(pages)
-    places = pool.slots(slots, "slots", check)
+    places = pool.places(slots, "slots", check)
     read = [pool.get(half, places) for half in range(pool.halves)]
     arrays = [as_kind(rows[..., None].view(pool.array.dtype), pages) for rows in read]
     return arrays[0] if pool.is_latent else tuple(arrays)
@@ -146,7 +147,7 @@ class _Pool:
 
     def __init__(self, pages: Any, writes: bool = False) -> None:
         array = to_numpy(pages, "pages")
-        if array.dtype.name not in DTYPES:
+        if dtype_name(array.dtype) not in DTYPES:
             raise DTypeError(f"pages: expected dtype float32, float16 or bfloat16, got {array.dtype}")
         if not (array.ndim == 3 or (array.ndim == 5 and array.shape[1] == 2)) or 0 in array.shape[1:]:
             raise ShapeError(
@@ -163,19 +164,16 @@ class _Pool:
         self.rows, self.halves = _as_rows(array), 1 if self.is_latent else 2
         self.num_pages, self.page_size = array.shape[0], array.shape[-2]
 
-    def slots(self, values: Any, name: str, check: bool) -> Slots:
+    def places(self, values: Any, name: str, check: bool) -> Places:
         slots = to_numpy(values, name)
-        if not check:
-            return slots
-        if slots.ndim != 1 or (slots.dtype.kind not in "iu" and slots.size):
-            raise ShapeError(f"{name}: expected integers [n], got {slots.dtype} {list(slots.shape)}")
-        outside = (slots < 0) | (slots >= self.num_pages * self.page_size)
-        if outside.any():
-            at = int(outside.argmax())
-            raise IndexRangeError(
-                f"{name}: expected slots in [0, {self.num_pages * self.page_size}), got {slots[at]} at index {at}"
-            )
-        return slots.astype(np.int64)
+        if check:
+            if slots.ndim != 1 or (slots.dtype.kind not in "iu" and slots.size):
+                raise ShapeError(f"{name}: expected integers [n], got {slots.dtype} {list(slots.shape)}")
+            outside = (slots < 0) | (slots >= self.num_pages * self.page_size)
+            if outside.any():
+                at, end = int(outside.argmax()), self.num_pages * self.page_size
+                raise IndexRangeError(f"{name}: expected slots in [0, {end}), got {slots[at]} at index {at}")
+        return np.divmod(slots.astype(np.int64, copy=False), self.page_size)
 
     def new_rows(self, array: Any, name: str, count: int) -> Rows:
         new = to_numpy(array, name)
@@ -183,16 +181,16 @@ class _Pool:
         wanted = (count, *heads, self.array.shape[-1])
         if new.shape != wanted:
             raise ShapeError(f"{name}: expected shape {list(wanted)}, got {list(new.shape)}")
-        if new.dtype.name not in DTYPES:
+        if dtype_name(new.dtype) not in DTYPES:
             raise DTypeError(f"{name}: expected dtype float32, float16 or bfloat16, got {new.dtype}; convert it first")
         return _as_rows(np.ascontiguousarray(new, self.array.dtype))
 
-    def get(self, half: int, slots: Slots) -> Rows:
-        page, place = np.divmod(slots, self.page_size)
+    def get(self, half: int, places: Places) -> Rows:
+        page, place = places
         return self.rows[page, place] if self.is_latent else self.rows[page, half, :, place]
 
-    def put(self, half: int, slots: Slots, rows: Rows) -> None:
-        page, place = np.divmod(slots, self.page_size)
+    def put(self, half: int, places: Places, rows: Rows) -> None:
+        page, place = places
         if self.is_latent:
             self.rows[page, place] = rows
         else:
