@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from .api import plan as plan
     from .api import to_natural as to_natural
     from .backends import device as device
+    from .cache.manager import PagedKVCache as PagedKVCache
+    from .cache.step import Step as Step
+    from .errors import CacheError as CacheError
+    from .errors import CacheFullError as CacheFullError
     from .errors import CompileError as CompileError
     from .errors import DTypeError as DTypeError
     from .errors import IndexRangeError as IndexRangeError
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
     from .planner import Plan as Plan
     from .rope import Rope as Rope
     from .rope import RopeScaling as RopeScaling
+    from .speculate.verify import Accepted as Accepted
+    from .speculate.verify import verify_greedy as verify_greedy
+    from .speculate.verify import verify_sampling as verify_sampling
     from .storage import LatentKV as LatentKV
     from .storage import PagedKV as PagedKV
     from .storage import RaggedKV as RaggedKV
@@ -42,11 +49,17 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": ("attention", "merge", "plan", "to_natural"),
     "backends": ("device",),
-    "errors": ("CompileError", "DTypeError", "IndexRangeError", "ShapeError", "TreeAttnError", "UnsupportedError"),
+    "cache.manager": ("PagedKVCache",),
+    "cache.step": ("Step",),
+    "errors": (
+        *("CacheError", "CacheFullError", "CompileError", "DTypeError"),
+        *("IndexRangeError", "ShapeError", "TreeAttnError", "UnsupportedError"),
+    ),
     "hf": ("ModelSpec", "spec_from_hf_config"),
     "masks": ("Causal", "Full", "PaddedLeft", "Sink", "Tree", "ValidLength", "Window"),
     "planner": ("Plan",),
     "rope": ("Rope", "RopeScaling"),
+    "speculate.verify": ("Accepted", "verify_greedy", "verify_sampling"),
     "storage": ("LatentKV", "PagedKV", "RaggedKV"),
     "tree": ("TokenTree",),
 }

@@ -28,20 +28,20 @@ from __future__ import annotations
 
 import io
 import os
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import IntArray, check_dtype, indices, numpy_dtype
 from .errors import TreeAttnError
+from .files import optional, replacing
 from .masks import Batch, Causal, Full, Mask, Sink, Tree, Window
 from .storage import PagedKV, RaggedKV, check_indptr
 from .tree import TokenTree
@@ -112,7 +112,9 @@ def save_output(path: str | os.PathLike[str], out: NDArray[Any], lse: NDArray[An
     """Write ``out`` and ``lse`` so that the file is either whole or as it was before."""
     path = Path(path)
     if path.suffix == ".safetensors":
-        data: bytes = _safetensors("numpy").save({"out": np.ascontiguousarray(out), "lse": np.ascontiguousarray(lse)})
+        data: bytes = _safetensors("safetensors.numpy").save(
+            {"out": np.ascontiguousarray(out), "lse": np.ascontiguousarray(lse)}
+        )
     elif path.suffix == ".npz":
         buffer = io.BytesIO()
         if out.dtype.name == "bfloat16":
@@ -122,7 +124,8 @@ def save_output(path: str | os.PathLike[str], out: NDArray[Any], lse: NDArray[An
         data = buffer.getvalue()
     else:
         raise _unknown_suffix(path)
-    _replace(path, data)
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 class _Fields(Mapping[str, NDArray[Any]]):
@@ -301,7 +304,7 @@ def _check_memory(path: Path, size: int) -> None:
 
 
 def _read_safetensors(path: Path) -> Arrays:
-    decode = _safetensors().deserialize
+    decode = _safetensors("safetensors").deserialize
     dtypes: dict[str, Any] = {"F32": "f4", "F16": "f2", "BF16": numpy_dtype("bfloat16"), "F64": "f8", "BOOL": "?"}
     dtypes |= {f"{kind}{bits}": f"{kind.lower()}{bits // 8}" for kind in "IU" for bits in (8, 16, 32, 64)}
     with _decoding(path):
@@ -313,31 +316,5 @@ def _read_safetensors(path: Path) -> Arrays:
         }
 
 
-def _safetensors(part: str = "") -> Any:
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError:
-        raise CaseFileError(
-            ".safetensors files need the safetensors package: pip install 'treeattn[safetensors]'"
-        ) from None
-    return getattr(safetensors, part) if part else cast(Any, safetensors)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-        mode = path.stat().st_mode if path.exists() else 0o666 & ~_umask()
-        Path(temporary).chmod(mode & 0o777)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _safetensors(module: str) -> Any:
+    return optional(module, ".safetensors files", "safetensors")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import DTypeError, ShapeError, TreeAttnError, UnsupportedError
+from .files import replacing
 from .tree import TokenTree
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ def draw_png(tree: TokenTree, path: str | Path) -> None:
     _draw_mask(tree, right)
     png = io.BytesIO()
     figure.savefig(png, format="png", bbox_inches="tight")
-    _write_whole(Path(path), png.getvalue())
+    with replacing(Path(path)) as temporary:
+        temporary.write_bytes(png.getvalue())
 
 
 def _draw_nodes(tree: TokenTree, axes: Axes) -> None:
@@ -163,12 +164,3 @@ def _positions(tree: TokenTree) -> NDArray[np.float64]:
     first, last = np.searchsorted(leaves, enter), np.searchsorted(leaves, exit_) - 1
     middle: NDArray[np.float64] = (first + last) / 2
     return middle
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -29,3 +29,11 @@ class UnsupportedError(TreeAttnError, ValueError):
 
 class CompileError(TreeAttnError, RuntimeError):
     """The compiler refused a kernel; the message carries its log."""
+
+
+class CacheError(TreeAttnError, RuntimeError):
+    """A call that the present state of a cache does not allow; the message says which call would."""
+
+
+class CacheFullError(CacheError, MemoryError):
+    """A step needs more pages than are free; nothing has changed."""

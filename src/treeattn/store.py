@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+
+from .files import replacing
 
 DIGEST_BYTES = 32
 
@@ -48,8 +49,9 @@ def save(name: str, suffix: str, content: bytes) -> Path | None:
     path = folder() / (name + suffix)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, content)
-        _write(path.with_suffix(".sha256"), hashlib.sha256(content).digest())
+        for part, data in ((path, content), (path.with_suffix(".sha256"), hashlib.sha256(content).digest())):
+            with replacing(part) as temporary:
+                temporary.write_bytes(data)
     except OSError:
         return None
     return path
@@ -84,14 +86,3 @@ def source_fingerprint() -> str:
     for path in sorted([*(root / "kernels").rglob("*.py"), *(root / "schedules").glob("*.py"), root / "compiler.py"]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

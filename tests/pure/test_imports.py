@@ -29,8 +29,9 @@ LEVELS = [
     {"backends", "store"},
     {"schedules"},
     {"kernels"},
+    {"cache_ops"},
     {"targets", "masks", "storage", "rope", "logits", "hf", "draw"},
-    {"tree", "arrays"},
+    {"tree", "arrays", "files"},
     {"devices"},
     {"errors"},
 ]

@@ -1,12 +1,14 @@
 """Moving keys and values: append, copy a page, compact, fetch, merge of states, and RoPE on fused q, k, v.
 
-With TVM's signatures. Loops run over slots in parallel and copy rows as vectors.
+With TVM's signatures. Rows are copied as vectors; only what is worth waking other threads for runs on them. Where no
+PrimFunc is asked for, `treeattn.cache_ops` does the same in NumPy.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from tvm.script import tirx as T
 
@@ -15,6 +17,7 @@ from ..kernels.emit import (
     Expr,
     PrimFunc,
     allocate,
+    either,
     flattened,
     i64,
     let,
@@ -30,6 +33,19 @@ from ..kernels.emit import (
     when,
 )  # fmt: skip
 from ..kernels.vectors import pieces
+
+PARALLEL_BYTES = 512 * 1024
+"""A launch on all threads costs what copying about as much on one does."""
+
+
+def _spread(count: Expr, rows: Expr, row_bytes: int, body: Callable[[Expr], None]) -> None:
+    """Emit ``body(i)`` for ``i < count``, which in all copy ``rows`` rows: on all threads where that pays."""
+
+    def run(over: Callable[[Expr], Any]) -> None:
+        with over(count) as i:
+            body(i)
+
+    either(i64(rows) * row_bytes >= PARALLEL_BYTES, lambda: run(parallel), lambda: run(loop))
 
 
 def _copy(source: Buffer, start: Expr, target: Buffer, at: Expr, size: int) -> None:
@@ -49,17 +65,21 @@ class Slots:
         shape = (symbol(), halves, heads, page_size, d) if halves == 2 else (symbol(), page_size, d)
         self.matched, self.dtype = matched(handle, shape, dtype, symbol("int64")), dtype
         self.halves, self.heads, self.page_size, self.d = halves, heads, page_size, d
+        self.row_bytes = halves * d * (4 if dtype == "float32" else 2)
 
     @functools.cached_property
     def data(self) -> Buffer:
         """The pool as a flat buffer; first asked for when all arguments are matched."""
         return flattened(self.matched, self.dtype)
 
-    def row(self, slot: Expr, half: int, head: Expr) -> Expr:
-        """Return the offset of a slot's vector."""
-        page, place = let(T.truncdiv(slot, self.page_size)), let(T.truncmod(slot, self.page_size))
-        block = (i64(page) * self.halves + half) * self.heads + i64(head)
-        return let((block * i64(self.page_size) + i64(place)) * self.d)
+    def place(self, slot: Expr) -> tuple[Expr, Expr]:
+        """Return a slot's page, and its place on it."""
+        return let(i64(T.truncdiv(slot, self.page_size))), let(i64(T.truncmod(slot, self.page_size)))
+
+    def row(self, place: tuple[Expr, Expr], half: int, head: Expr) -> Expr:
+        """Return the offset of a vector."""
+        block = (place[0] * self.halves + half) * self.heads + i64(head)
+        return let((block * i64(self.page_size) + place[1]) * self.d)
 
 
 def append(name: str, halves: int, heads: int, d: int, dtype: str, page_size: int) -> PrimFunc:
@@ -76,11 +96,16 @@ def append(name: str, halves: int, heads: int, d: int, dtype: str, page_size: in
         slots = matched(positions, (tokens,), "int32", symbol())
         new = [flattened(buffer, dtype) for buffer in matches]
         _ = pool.data
-        with parallel(tokens) as t:
+
+        def token(t: Expr) -> None:
             slot = let(slots[t])
-            with when(slot != -1), loop(heads) as head:
-                for half, source in enumerate(new):
-                    _copy(source, (i64(t) * heads + i64(head)) * d, pool.data, pool.row(slot, half, head), d)
+            with when(slot != -1):
+                place = pool.place(slot)
+                with loop(heads) as head:
+                    for half, source in enumerate(new):
+                        _copy(source, (i64(t) * heads + i64(head)) * d, pool.data, pool.row(place, half, head), d)
+
+        _spread(tokens, tokens * heads, pool.row_bytes, token)
 
     return prim_func(name, body)
 
@@ -99,11 +124,15 @@ def fetch(name: str, layers: int, halves: int, heads: int, d: int, dtype: str) -
         slots = matched(positions, (tokens,), "int32", symbol("int64"))
         targets = [flattened(buffer, dtype) for buffer in matches]
         _ = pool.data
-        with parallel(tokens) as t, loop(heads) as head:
-            slot = let(i64(slots[t]))
-            for half, target in enumerate(targets):
-                at = ((layer * tokens + t) * heads + i64(head)) * d
-                _copy(pool.data, pool.row(slot, half, head), target, at, d)
+
+        def token(t: Expr) -> None:
+            place = pool.place(let(i64(slots[t])))
+            with loop(heads) as head:
+                for half, target in enumerate(targets):
+                    at = ((layer * tokens + t) * heads + i64(head)) * d
+                    _copy(pool.data, pool.row(place, half, head), target, at, d)
+
+        _spread(tokens, tokens * heads, pool.row_bytes, token)
 
     return prim_func(name, body)
 
@@ -116,10 +145,14 @@ def copy_page(name: str, halves: int, heads: int, page_size: int, d: int, dtype:
         source, target, count = (scalar(name, "int64") for name in ("src_page_id", "tgt_page_id", "copy_length"))
         pool = Slots(pages, halves, heads, page_size, d, dtype)
         _ = pool.data
-        with parallel(count) as slot, loop(heads) as head:
-            for half in range(halves):
-                start, at = (pool.row(page * page_size + slot, half, head) for page in (source, target))
-                _copy(pool.data, start, pool.data, at, d)
+
+        def token(slot: Expr) -> None:
+            with loop(heads) as head:
+                for half in range(halves):
+                    start, at = (pool.row((page, i64(slot)), half, head) for page in (source, target))
+                    _copy(pool.data, start, pool.data, at, d)
+
+        _spread(count, count * heads, pool.row_bytes, token)
 
     return prim_func(name, body)
 
@@ -134,12 +167,15 @@ def compact(name: str, heads: int, d: int, dtype: str, page_size: int) -> PrimFu
         lengths = matched(indptr, (batch + 1,), "int32", symbol())
         places = matched(moves, (2, symbol()), "int32", symbol())
         _ = pool.data
-        with parallel(batch * heads) as i:
+
+        def sequence(i: Expr) -> None:
             b, head = let(T.truncdiv(i, heads)), let(T.truncmod(i, heads))
             with loop(lengths[b], lengths[b + 1]) as move:
-                source, target = let(places[0, move]), let(places[1, move])
+                source, target = (pool.place(let(places[side, move])) for side in range(2))
                 for half in range(2):
                     _copy(pool.data, pool.row(source, half, head), pool.data, pool.row(target, half, head), d)
+
+        _spread(batch * heads, lengths[batch] * heads, pool.row_bytes, sequence)
 
     return prim_func(name, body)
 

@@ -1,0 +1,75 @@
+"""The sizes of a cache, and the storage that goes with them."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays import INT32_MAX, numpy_dtype
+from ..errors import DTypeError, IndexRangeError
+from ..planner import check_q_dtype
+from ..storage import LatentKV, PagedKV
+from .table import Snapshot
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a cache; with ``d_latent`` a slot holds compressed keys and values of ``head_dim`` elements (MLA)."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    num_pages: int
+    page_size: int
+    dtype: str
+    d_latent: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "kv_heads", "head_dim", "num_pages", "page_size"):
+            object.__setattr__(self, name, check_size(getattr(self, name), name, 0 if name == "num_pages" else 1))
+        object.__setattr__(self, "dtype", check_q_dtype(self.dtype))
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Shape of what a layer keeps of one token, keys or values."""
+        return (self.head_dim,) if self.d_latent else (self.kv_heads, self.head_dim)
+
+    def allocate(self) -> NDArray[Any]:
+        """Return the pools of all layers, uninitialised: the system provides a page of memory when it is first used."""
+        halves = () if self.d_latent else (2, self.kv_heads)
+        shape = (self.num_layers, self.num_pages, *halves, self.page_size, self.head_dim)
+        return np.empty(shape, numpy_dtype(self.dtype))
+
+    def storage(self, pages: NDArray[Any], table: Snapshot | None = None) -> PagedKV | LatentKV:
+        """Return one layer's pool as a storage: of the sequences of a table, or of none."""
+        arrays: dict[str, Any] = {"page_indptr": [0], "page_ids": [], "last_page_len": []}
+        if table:
+            names = ("page_indptr", "page_ids", "last_page_len")
+            arrays = {name: getattr(table, name) for name in names}
+            if any(table.dropped):
+                arrays |= {"kept": table.kept, "dropped": table.dropped}
+        return LatentKV(pages, **arrays, d_latent=self.d_latent) if self.d_latent else PagedKV(pages, **arrays)
+
+
+def check_size(value: Any, name: str, least: int = 1) -> int:
+    """Return a size as an int, checked."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise DTypeError(f"{name}: expected an integer, got {value!r:.60}")
+    if not least <= value <= INT32_MAX:
+        raise IndexRangeError(f"{name}: expected {least} to {INT32_MAX}, got {value}")
+    return int(value)
+
+
+def check_layer(layer: int, num_layers: int) -> int:
+    """Return a layer's index, checked."""
+    try:
+        index = operator.index(layer)
+    except TypeError:
+        raise DTypeError(f"layer: expected an integer, got {layer!r:.60}") from None
+    if not 0 <= index < num_layers:
+        raise IndexRangeError(f"layer: expected 0 to {num_layers - 1}, got {index}")
+    return index

@@ -1,0 +1,201 @@
+"""Moving keys and values in a pool of pages: append, copy a page, compact, gather.
+
+``pages`` is a pool as `PagedKV` or `LatentKV` has it, ``[num_pages, 2, kv_heads, page_size, d]`` or ``[num_pages,
+page_size, d]``, any strides with a contiguous last axis. A token's place is its *slot*, ``page * page_size + place``.
+
+All of it is NumPy: a row of ``d`` elements moves as one element, which runs at the speed of memory and costs a few
+microseconds for few rows, where a kernel of ours would first have to be compiled for every head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import DTYPES, as_kind, dtype_name, to_numpy
+from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
+from .rope import Rope
+
+Rows: TypeAlias = NDArray[np.void]
+Places: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Page of each token, and place on it."""
+
+
+def append(
+    pages: Any,
+    slots: Any,
+    k: Any,
+    v: Any = None,
+    *,
+    rope: Rope | None = None,
+    positions: Any = None,
+    check: bool = True,
+) -> None:
+    """Write new keys and values into their slots, converted to the dtype of ``pages``.
+
+    Parameters
+    ----------
+    pages : Array
+        The pool, written in place.
+    slots : integers
+        ``[n]``, no two alike.
+    k : Array
+        ``[n, kv_heads, d]``; for a pool of compressed keys and values ``[n, d]``.
+    v : Array
+        ``[n, kv_heads, d]``; None for a pool of compressed keys and values.
+    rope : Rope, optional
+        Rotate the keys by ``positions`` first.
+    positions : integers, optional
+        ``[n]``.
+    check : bool
+        False skips the check of slots, for callers whose own they are.
+
+    Raises
+    ------
+    TreeAttnError
+        Arrays that do not fit, or slots outside the pool; nothing is written then.
+    """
+    pool = _Pool(pages, writes=True)
+    places = pool.places(slots, "slots", check)
+    if rope is not None:
+        if pool.is_latent:
+            raise UnsupportedError("rope: a compressed key turns in its last elements only; rotate those and append")
+        k = rope.rotate(k, positions)
+    names = ("k",) if pool.is_latent else ("k", "v")
+    if pool.is_latent and v is not None:
+        raise ShapeError("v: expected None, since a pool of compressed keys holds both in one row, got an array")
+    new = [pool.new_rows(array, name, len(places[0])) for array, name in zip((k, v), names, strict=False)]
+    for half, rows in enumerate(new):
+        pool.put(half, places, rows)
+
+
+def copy_page(pages: Any, source: int, target: int, count: int | None = None) -> None:
+    """Copy the first ``count`` slots (all by default) of page ``source`` to page ``target``.
+
+    Raises
+    ------
+    IndexRangeError
+        A page or a count outside the pool.
+    """
+    pool = _Pool(pages, writes=True)
+    count = pool.page_size if count is None else count
+    for name, value, most in (
+        ("source", source, pool.num_pages - 1),
+        ("target", target, pool.num_pages - 1),
+        ("count", count, pool.page_size),
+    ):
+        if not 0 <= value <= most:
+            raise IndexRangeError(f"{name}: expected 0 to {most}, got {value}")
+    pool.array[target][..., :count, :] = pool.array[source][..., :count, :]
+
+
+def compact(pages: Any, source: Any, target: Any, *, check: bool = True) -> None:
+    """Move tokens from slots ``source`` to slots ``target``, each token as one; the two sets may overlap.
+
+    Parameters
+    ----------
+    pages : Array
+        The pool, written in place.
+    source, target : integers
+        ``[n]``; no two targets alike. All sources are read before the first target is written.
+    check : bool
+        False skips the check of slots.
+
+    Raises
+    ------
+    TreeAttnError
+        Slots outside the pool, or lists of two lengths; nothing is written then.
+    """
+    pool = _Pool(pages, writes=True)
+    reads, writes = pool.places(source, "source", check), pool.places(target, "target", check)
+    if len(reads[0]) != len(writes[0]):
+        raise ShapeError(f"target: expected {len(reads[0])} slots as source has, got {len(writes[0])}")
+    moved = [pool.get(half, reads) for half in range(pool.halves)]
+    for half, rows in enumerate(moved):
+        pool.put(half, writes, rows)
+
+
+def gather(pages: Any, slots: Any, *, check: bool = True) -> Any:
+    """Read tokens back, one after another.
+
+    Parameters
+    ----------
+    pages : Array
+        The pool.
+    slots : integers
+        ``[n]``.
+    check : bool
+        False skips the check of slots.
+
+    Returns
+    -------
+    k, v : Array
+        ``[n, kv_heads, d]`` each, of the kind and dtype of ``pages``; one array ``[n, d]`` for a pool of compressed
+        keys and values.
+    """
+    pool = _Pool(pages)
+    places = pool.places(slots, "slots", check)
+    read = [pool.get(half, places) for half in range(pool.halves)]
+    arrays = [as_kind(rows[..., None].view(pool.array.dtype), pages) for rows in read]
+    return arrays[0] if pool.is_latent else tuple(arrays)
+
+
+class _Pool:
+    """A pool whose rows of ``d`` elements are single elements."""
+
+    def __init__(self, pages: Any, writes: bool = False) -> None:
+        array = to_numpy(pages, "pages")
+        if dtype_name(array.dtype) not in DTYPES:
+            raise DTypeError(f"pages: expected dtype float32, float16 or bfloat16, got {array.dtype}")
+        if not (array.ndim == 3 or (array.ndim == 5 and array.shape[1] == 2)) or 0 in array.shape[1:]:
+            raise ShapeError(
+                "pages: expected [num_pages, 2, kv_heads, page_size, d] or [num_pages, page_size, d], "
+                f"got shape {array.shape}"
+            )
+        if array.strides[-1] != array.itemsize and array.shape[-1] > 1:
+            raise ShapeError(
+                "pages: expected a contiguous last axis, got a strided one; pass the array it is a view of"
+            )
+        if writes and not array.flags.writeable:
+            raise ShapeError("pages: expected writable memory, got a read-only array")
+        self.array, self.is_latent = array, array.ndim == 3
+        self.rows, self.halves = _as_rows(array), 1 if self.is_latent else 2
+        self.num_pages, self.page_size = array.shape[0], array.shape[-2]
+
+    def places(self, values: Any, name: str, check: bool) -> Places:
+        slots = to_numpy(values, name)
+        if check:
+            if slots.ndim != 1 or (slots.dtype.kind not in "iu" and slots.size):
+                raise ShapeError(f"{name}: expected integers [n], got {slots.dtype} {list(slots.shape)}")
+            outside = (slots < 0) | (slots >= self.num_pages * self.page_size)
+            if outside.any():
+                at, end = int(outside.argmax()), self.num_pages * self.page_size
+                raise IndexRangeError(f"{name}: expected slots in [0, {end}), got {slots[at]} at index {at}")
+        return np.divmod(slots.astype(np.int64, copy=False), self.page_size)
+
+    def new_rows(self, array: Any, name: str, count: int) -> Rows:
+        new = to_numpy(array, name)
+        heads = () if self.is_latent else self.array.shape[2:3]
+        wanted = (count, *heads, self.array.shape[-1])
+        if new.shape != wanted:
+            raise ShapeError(f"{name}: expected shape {list(wanted)}, got {list(new.shape)}")
+        if dtype_name(new.dtype) not in DTYPES:
+            raise DTypeError(f"{name}: expected dtype float32, float16 or bfloat16, got {new.dtype}; convert it first")
+        return _as_rows(np.ascontiguousarray(new, self.array.dtype))
+
+    def get(self, half: int, places: Places) -> Rows:
+        page, place = places
+        return self.rows[page, place] if self.is_latent else self.rows[page, half, :, place]
+
+    def put(self, half: int, places: Places, rows: Rows) -> None:
+        page, place = places
+        if self.is_latent:
+            self.rows[page, place] = rows
+        else:
+            self.rows[page, half, :, place] = rows
+
+
+def _as_rows(array: NDArray[Any]) -> Rows:
+    return array.view(np.dtype((np.void, array.shape[-1] * array.itemsize)))[..., 0]
