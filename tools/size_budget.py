@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "treeattn"
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL_BODY = 400, 60, 150
-MAX_PACKAGE, MAX_KERNELS = 9000, 1500
+MAX_PACKAGE, MAX_KERNELS = 11000, 1500
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
