@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrays import to_numpy
 from .compiler import product
 from .errors import DTypeError, ShapeError
 from .targets import available_threads
@@ -29,6 +30,7 @@ class PackedWeight:
     """
 
     def __init__(self, weight: Float32Array, threads: int | None = None) -> None:
+        weight = to_numpy(weight, "weight")
         if weight.ndim != 2 or weight.dtype != np.float32:
             raise DTypeError(f"weight: expected float32 [outputs, inputs], got {weight.dtype} {list(weight.shape)}")
         self.shape = weight.shape

@@ -9,7 +9,8 @@ import pytest
 import tiny_model
 
 from treeattn.errors import IndexRangeError, ShapeError, TreeAttnError, UnsupportedError
-from treeattn.models import Generator, Sampling, load_model
+from treeattn.generation import Generator, Sampling
+from treeattn.models import load_model
 from treeattn.models.checkpoint import ModelFileError, load_checkpoint
 from treeattn.speculate.budget import StepCost
 from treeattn.speculate.draft import ModelDrafter, NgramDrafter

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from ..models import Generator, Model, Request, Sampling, Tokenizer
-    from ..models.stats import Stats
+    from ..generation import Generator, Request, Sampling, Stats
+    from ..models import Model, Tokenizer
     from ..speculate.draft import Drafter
 
 INTERRUPTED = 130
@@ -49,7 +49,7 @@ def command(
     Ctrl-C ends with what is there, and exit status 130.
     """
     _quiet_workers()
-    from ..models import Sampling
+    from ..generation import Sampling
     from ..models.packages import require
 
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -117,7 +117,7 @@ def stream(
     quiet: bool,
 ) -> tuple[Request, Stats, bool]:
     """Generate, writing text as it comes unless ``quiet``; the last of what is returned says if it was interrupted."""
-    from ..models import Generator
+    from ..generation import Generator
 
     generator = Generator(model, len(tokens) + max_tokens + 256, drafter=drafter)
     request = generator.submit(tokens, max_tokens, sampling=sampling, stop_tokens=tokenizer.stop_tokens)

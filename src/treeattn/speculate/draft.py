@@ -62,8 +62,8 @@ class NgramDrafter:
     """
 
     def __init__(self, most: int = 64, depth: int = 16) -> None:
-        if most < 1 or depth < 0:
-            raise ShapeError(f"most, depth: expected 1 or more and 0 or more, got {most} and {depth}")
+        if most < 1 or depth < 1:
+            raise ShapeError(f"most, depth: expected 1 or more, got {most} and {depth}")
         self._most, self._depth = most, depth
         self._texts: dict[int, _Text] = {}
 

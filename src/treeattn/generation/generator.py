@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from ..cache.manager import PagedKVCache
 from ..errors import IndexRangeError, ShapeError
+from ..models.network import Model
 from ..speculate.budget import Proposal, StepCost, choose
 from ..speculate.draft import Drafter
 from ..speculate.verify import Accepted, verify_greedy, verify_sampling
-from .network import Model
 from .sampling import Sampling
 from .stats import Stats
 
