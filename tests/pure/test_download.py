@@ -39,9 +39,7 @@ def write_wheel(folder, content=CONTENT):
         info = "tiny_weights-1.0.dist-info/"
         wheel.writestr(MEMBER, content)
         wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n")
-        wheel.writestr(
-            info + "WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n")
         wheel.writestr(info + "RECORD", "")
 
 

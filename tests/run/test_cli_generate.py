@@ -89,7 +89,7 @@ def test_interrupt_keeps_what_was_written(folder):
         first = process.stdout.read(1)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert first
     assert b"Traceback" not in errors
