@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "treeattn"
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL_BODY = 400, 60, 150
-MAX_PACKAGE, MAX_KERNELS = 12000, 2800
+MAX_PACKAGE, MAX_KERNELS = 14000, 3000
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,

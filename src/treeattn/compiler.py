@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from .kernels.spec import KernelSpec
 from .kernels.workspace import workspace_floats
 from .schedules.gpu import AnyTile, choose
 from .schedules.mma import MmaTile
-from .schedules.tiles import TileConfig, select
-from .targets import GpuTraits, TargetTraits, resolve
+from .schedules.tiles import TILES, TileConfig, select
+from .targets import GpuTraits, TargetTraits, host, resolve
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,45 @@ def kernel(spec: KernelSpec, target: Any = None, config: TileConfig | None = Non
     return found
 
 
+@lru_cache(maxsize=1)
+def product() -> tuple[Callable[..., None], TileConfig]:
+    """Return the matrix product of `treeattn.kernels.linear` for this machine, and its tile.
+
+    Raises
+    ------
+    CompileError
+        The compiler refused it.
+    """
+    traits = host()
+    config = TILES[traits.vector]
+
+    def make() -> Any:
+        from .kernels import linear
+
+        return linear.product(config)
+
+    key = store.key("product", config, traits, traits.fingerprint())
+    with _lock:
+        return _load_or_build(key, "product", lambda: _build("product", make, traits)), config
+
+
 def _load_or_compile(spec: KernelSpec, config: TileConfig, traits: TargetTraits) -> Callable[..., None]:
+    key = store.key(spec, config, traits, traits.fingerprint())
+    return _load_or_build(key, llvm.ENTRY, lambda: build(spec, config, traits))
+
+
+def _load_or_build(key: str, entry: str, build_module: Callable[[], Any]) -> Callable[..., None]:
     global compilations  # noqa: PLW0603 - a counter that tests read
-    name = store.key(spec, config, traits, traits.fingerprint())
-    if path := store.load(name, ".so"):
+    if path := store.load(key, ".so"):
         try:
-            return llvm.load(path)
+            return llvm.load(path, entry)
         except Exception:  # whatever the loader dislikes, building again mends it
             store.discard(path)
-    module = build(spec, config, traits)
+    module = build_module()
     compilations += 1
-    if (content := _link(module)) and (path := store.save(name, ".so", content)):
-        return llvm.load(path)
-    return llvm.function(module)
+    if (content := _link(module)) and (path := store.save(key, ".so", content)):
+        return llvm.load(path, entry)
+    return llvm.function(module, entry)
 
 
 def build(spec: KernelSpec, config: TileConfig, traits: TargetTraits) -> Any:
@@ -104,17 +131,26 @@ def build(spec: KernelSpec, config: TileConfig, traits: TargetTraits) -> Any:
     CompileError
         With the compiler's message.
     """
+
+    def make() -> Any:
+        from .kernels import cpu
+
+        return cpu.attention(spec, config)
+
+    return _build(spec, make, traits)
+
+
+def _build(what: object, make: Callable[[], Any], traits: TargetTraits) -> Any:
     import tvm
 
-    from .kernels import cpu
     from .kernels.lowering import PIPELINE
 
     try:
-        function = cpu.attention(spec, config)
-        module = tvm.IRModule({"attention": function})
+        function = make()
+        module = tvm.IRModule({function.attrs["global_symbol"]: function})
         return tvm.tirx.build(module, target=tvm.target.Target(traits.tvm_target()), pipeline=PIPELINE)
     except Exception as error:
-        raise CompileError(f"cannot compile {spec} for {traits}: {error}") from error
+        raise CompileError(f"cannot compile {what} for {traits}: {error}") from error
 
 
 def gpu_kernel(spec: KernelSpec, device: Device, rows: int, tile: AnyTile | None = None) -> GpuKernel:

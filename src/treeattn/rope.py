@@ -324,12 +324,17 @@ class Rope:
         if len(cos) != n:
             raise ShapeError(f"positions: expected shape [{n}] (one a row of x), got [{len(cos)}]")
         turned = source.astype(np.float32)
-        first, second = (turned[..., part] for part in self.pairs(d))
         with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are data, not mistakes
-            first[...], second[...] = first * cos - second * sin, second * cos + first * sin
+            turn_pairs(turned, cos, sin, self.pairs(d))
             out = empty_like_kind(x, source.shape, dtype)
             to_numpy(out, "out")[...] = turned.astype(source.dtype)
         return as_kind(out, x)
+
+
+def turn_pairs(x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any], pairs: tuple[slice, slice]) -> None:
+    """Turn ``x [n, heads, d]`` in place by angles ``[n, 1, rotary_dim / 2]``, for callers who keep those of a step."""
+    first, second = (x[..., part] for part in pairs)
+    first[...], second[...] = first * cos - second * sin, second * cos + first * sin
 
 
 def _turn(rope: Rope, positions: NDArray[Any], d: int, seq_len: int | None) -> tuple[Float64Array, Float64Array]:

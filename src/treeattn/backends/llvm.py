@@ -36,18 +36,18 @@ def runtime() -> None:
     import tvm  # noqa: F401 - another layout of the wheel: let TVM find its own
 
 
-def load(path: Path) -> Callable[..., None]:
-    """Return the attention function of a shared library."""
+def load(path: Path, entry: str = ENTRY) -> Callable[..., None]:
+    """Return a function of a shared library."""
     runtime()
     import tvm_ffi
 
-    return function(tvm_ffi.load_module(str(path)))
+    return function(tvm_ffi.load_module(str(path)), entry)
 
 
-def function(module: Any) -> Callable[..., None]:
-    """Return the attention function of a module."""
+def function(module: Any, entry: str = ENTRY) -> Callable[..., None]:
+    """Return a function of a module."""
     runtime()
-    entry: Callable[..., None] | None = module[ENTRY]
-    if entry is None:
-        raise UnsupportedError(f"the module holds no function {ENTRY!r}")
-    return entry
+    found: Callable[..., None] | None = module[entry]
+    if found is None:
+        raise UnsupportedError(f"the module holds no function {entry!r}")
+    return found

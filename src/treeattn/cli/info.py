@@ -15,7 +15,9 @@ EXTRAS = {
     "tvm": ("apache-tvm", "every kernel"),
     "torch": ("torch", "PyTorch tensors; bench --against torch"),
     "matplotlib": ("matplotlib", "show --png, bench --plot"),
-    "safetensors": ("safetensors", "case files in .safetensors"),
+    "safetensors": ("safetensors", "case files in .safetensors, saved sequences, model folders"),
+    "gguf": ("gguf", "generate with a GGUF file"),
+    "tokenizers": ("tokenizers", "generate"),
 }
 
 

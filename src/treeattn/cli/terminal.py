@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -39,3 +40,18 @@ def progress(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
         for item in items:
             yield item
             bar.update(task, advance=1, visible=time.perf_counter() - start > PATIENCE)
+
+
+@contextmanager
+def bar(label: str) -> Iterator[Callable[[float], None]]:
+    """Show a bar from the third second on; yields what to tell the part that is done, 0 to 1."""
+    if not sys.stderr.isatty():
+        yield lambda part: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    start = time.perf_counter()
+    with Progress(console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(label, total=1.0, visible=False)
+        yield lambda part: shown.update(task, completed=part, visible=time.perf_counter() - start > PATIENCE)
