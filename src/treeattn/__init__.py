@@ -12,9 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import attention as attention
-    from .api import merge as merge
     from .api import plan as plan
-    from .api import to_natural as to_natural
     from .backends import device as device
     from .cache.manager import PagedKVCache as PagedKVCache
     from .cache.step import Step as Step
@@ -41,13 +39,15 @@ if TYPE_CHECKING:
     from .speculate.verify import Accepted as Accepted
     from .speculate.verify import verify_greedy as verify_greedy
     from .speculate.verify import verify_sampling as verify_sampling
+    from .states import merge as merge
+    from .states import to_natural as to_natural
     from .storage import LatentKV as LatentKV
     from .storage import PagedKV as PagedKV
     from .storage import RaggedKV as RaggedKV
     from .tree import TokenTree as TokenTree
 
 _HOMES = {
-    "api": ("attention", "merge", "plan", "to_natural"),
+    "api": ("attention", "plan"),
     "backends": ("device",),
     "cache.manager": ("PagedKVCache",),
     "cache.step": ("Step",),
@@ -60,6 +60,7 @@ _HOMES = {
     "planner": ("Plan",),
     "rope": ("Rope", "RopeScaling"),
     "speculate.verify": ("Accepted", "verify_greedy", "verify_sampling"),
+    "states": ("merge", "to_natural"),
     "storage": ("LatentKV", "PagedKV", "RaggedKV"),
     "tree": ("TokenTree",),
 }

@@ -1,4 +1,4 @@
-"""The calls most people need: `attention`, `plan`, `merge`."""
+"""The calls most people need: `attention` and `plan`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .arrays import as_kind, to_numpy, view
+from .arrays import view
 from .backends import device, is_device
 from .compiler import gpu_kernel, kernel
 from .device_launch import DeviceLaunch
 from .device_work import make_device_work
-from .errors import DTypeError, ShapeError
+from .errors import DTypeError, ShapeError, UnsupportedError
 from .kernels.spec import KernelSpec
 from .launch import Launch
 from .logits import check_parts
 from .masks import Batch, Mask
-from .planner import Plan, check_heads, check_q_dtype, check_q_indptr, check_rows, check_threads, make_work
+from .planner import Plan, check_heads, check_q_dtype, check_q_indptr, check_rows, check_split, check_threads, make_work
+from .split import SplitLaunch, partial_spec
 from .storage import Storage, check_storage
 from .targets import available_threads, runnable
 
@@ -37,6 +37,7 @@ def attention(
     sink_logits: Any = None,
     rope: Any = None,
     threads: int | None = None,
+    split_kv: int | None = None,
     target: Any = None,
     out: Any = None,
     check: bool = True,
@@ -67,6 +68,10 @@ def attention(
         rows than keys) count as 0.
     threads : int, optional
         Threads to use; the processors of the affinity mask by default.
+    split_kv : int, optional
+        Let threads share the keys of a row, cut at multiples of this many columns: for few rows and heads beside many
+        processors. Results still depend on a row's keys and this number alone, but differ from unsplit ones by
+        rounding. GPUs split as they need to, without it.
     target : str, optional
         ``"llvm"``, the machine at hand.
     out : Array, optional
@@ -102,7 +107,7 @@ def attention(
     step = plan(
         kv, mask, q_indptr=indptr, q_heads=queries.shape[1],
         dtype=queries.dtype, sm_scale=sm_scale, softcap=softcap, alibi=alibi, sink_logits=sink_logits, rope=rope,
-        threads=threads, target=target, check=check,
+        threads=threads, split_kv=split_kv, target=target, check=check,
     )  # fmt: skip
     return step.run(q, kv, out=out, check=check)
 
@@ -120,6 +125,7 @@ def plan(
     sink_logits: Any = None,
     rope: Any = None,
     threads: int | None = None,
+    split_kv: int | None = None,
     target: Any = None,
     check: bool = True,
 ) -> Plan:
@@ -137,7 +143,7 @@ def plan(
         A multiple of the kv heads.
     dtype : str
         Of q and the output: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-    sm_scale, softcap, alibi, sink_logits, rope, threads, target, check
+    sm_scale, softcap, alibi, sink_logits, rope, threads, split_kv, target, check
         As in `attention`.
 
     Returns
@@ -170,6 +176,8 @@ def plan(
         mask.check(batch)
     scale, group = _scale(sm_scale, pools.d_qk), q_heads // pools.kv_heads
     if is_device(target) or (target is None and pools.k.device is not None):
+        if split_kv is not None:
+            raise UnsupportedError("split_kv: expected None on a GPU, which splits keys as it needs to; leave it out")
         on = device(pools.k.device if target is None else target)
         rows = int(batch.q_len.max(initial=0)) * group
         made = gpu_kernel(spec, on, rows)
@@ -178,76 +186,15 @@ def plan(
             blocks=on.blocks if threads is None else check_threads(threads, on.blocks), positions=parts.positions,
         )  # fmt: skip
         return Plan(DeviceLaunch(made, on, kv, items, parts, int(batch.q_indptr[-1]), q_heads, scale))
-    compiled = kernel(spec, runnable(target))
+    cut = check_split(split_kv)
+    compiled = kernel(spec if cut is None else partial_spec(spec), runnable(target))
     count = check_threads(threads, available_threads())
     work = make_work(
         batch, simple, table, kv_heads=pools.kv_heads, group=group, config=compiled.config,
-        threads=count, positions=parts.positions,
+        threads=count, positions=parts.positions, cut=cut,
     )  # fmt: skip
-    return Plan(Launch(compiled, kv, work, parts, int(batch.q_indptr[-1]), q_heads, count, scale))
-
-
-def merge(*states: Any) -> tuple[Any, Any]:
-    """Merge attention states of disjoint sets of keys.
-
-    Parameters
-    ----------
-    *states : Array
-        ``out_a, lse_a, out_b, lse_b, ...``: outputs ``[..., d_v]`` with their base-2 LSE ``[...]``, two states or more.
-
-    Returns
-    -------
-    out : Array
-        ``[..., d_v]``, of the kind and dtype of ``out_a``.
-    lse : Array
-        ``[...]`` float32, base 2. ``merge(x, nothing)`` is x, and of two empty states ``(0, -inf)``; never NaN.
-
-    Raises
-    ------
-    ShapeError
-        An odd number of arrays, or shapes that differ.
-    """
-    if len(states) < 4 or len(states) % 2:
-        raise ShapeError(f"merge: expected out_a, lse_a, out_b, lse_b, ..., got {len(states)} arrays")
-    outs = [_check_state(state, f"out {i}") for i, state in enumerate(states[::2])]
-    lses = [_check_state(state, f"lse {i}") for i, state in enumerate(states[1::2])]
-    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if out.ndim == 0 or out.shape != outs[0].shape or lse.shape != outs[0].shape[:-1]:
-            raise ShapeError(
-                f"merge: expected out [..., d_v] and lse [...] of one shape in every state, "
-                f"got {out.shape} and {lse.shape} in state {i}"
-            )
-    lses = [lse.astype(np.float32) for lse in lses]
-    out, lse = _merge(outs, lses)
-    return as_kind(out.astype(outs[0].dtype), states[0]), as_kind(lse, states[0])
-
-
-def to_natural(lse: Any) -> Any:
-    """Turn a base-2 log-sum-exp into a natural one: ``lse * ln 2``."""
-    return lse * math.log(2.0)
-
-
-def _check_state(array: Any, name: str) -> NDArray[Any]:
-    state = to_numpy(array, name)
-    if state.dtype.kind != "f" and state.dtype.name != "bfloat16":
-        raise DTypeError(f"{name}: expected floating-point numbers, got dtype {state.dtype}")
-    return state
-
-
-def _merge(
-    outs: list[NDArray[Any]], lses: list[NDArray[np.float32]]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    stacked = np.stack(lses)
-    highest = stacked.max(axis=0)
-    weights = np.exp2(stacked - np.where(np.isneginf(highest), np.float32(0), highest))
-    total = weights.sum(axis=0)
-    share = np.divide(weights, total, out=np.zeros_like(weights), where=total != 0)
-    out = np.zeros(outs[0].shape, np.float32)
-    for part, weight in zip(outs, share, strict=True):
-        held = weight[..., None] != 0  # a state without weight adds nothing, whatever it holds
-        out += np.where(held, part.astype(np.float32), np.float32(0)) * weight[..., None]
-    with np.errstate(divide="ignore"):
-        return out, (highest + np.log2(total)).astype(np.float32)
+    given = compiled, kv, work, parts, int(batch.q_indptr[-1]), q_heads, count, scale
+    return Plan(Launch(*given) if cut is None else SplitLaunch(*given, spec.q_dtype))
 
 
 def _default_indptr(q_indptr: Any, q_total: int, num_seqs: int) -> Any:

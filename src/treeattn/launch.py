@@ -57,6 +57,22 @@ class LayerCheck:
                 f"kv: expected keys {list(planned_size)} as planned, got {list(size)}; make a plan for this layout"
             )
 
+    def check_out(self, target: View, out: Any, shape: tuple[int, ...]) -> None:
+        """Check that a given output can be written in place."""
+        if target.shape != shape:
+            raise ShapeError(f"out: expected shape {list(shape)}, got {list(target.shape)}")
+        self.check_out_dtype(target)
+        if target.owner is not out:
+            raise ShapeError(
+                "out: expected aligned memory with a contiguous last axis, got another layout; pass out=None"
+            )
+        token, head = target.strides[:2]
+        tokens, heads, d = shape
+        if not (_apart(token, head, tokens, heads, d) or _apart(head, token, heads, tokens, d)):
+            raise ShapeError("out: expected rows in places of their own, got strides that overlap; pass out=None")
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise ShapeError("out: expected writable memory, got a read-only array; pass out=None")
+
     def check_out_dtype(self, out: View) -> None:
         """Compare the dtype of a given output with that of q."""
         if out.dtype != self.q_dtype:
@@ -110,7 +126,7 @@ class Launch(LayerCheck):
             place, strides = address(result), (self.q_heads * pools.d_v, pools.d_v)
         else:
             target = view(out, "out")
-            self._check_out(target, out, shape)
+            self.check_out(target, out, shape)
             place, strides = target.pointer, (target.strides[0], target.strides[1])
         if self.work.items.size:
             layer = map(ctypes.c_void_p, (queries.pointer, pools.k.pointer, pools.v.pointer, place, address(lse)))
@@ -154,21 +170,6 @@ class Launch(LayerCheck):
             self.workspace()
             pointers = self.local.pointers
         return pointers
-
-    def _check_out(self, target: View, out: Any, shape: tuple[int, ...]) -> None:
-        if target.shape != shape:
-            raise ShapeError(f"out: expected shape {list(shape)}, got {list(target.shape)}")
-        self.check_out_dtype(target)
-        if target.owner is not out:
-            raise ShapeError(
-                "out: expected aligned memory with a contiguous last axis, got another layout; pass out=None"
-            )
-        token, head = target.strides[:2]
-        tokens, heads, d = shape
-        if not (_apart(token, head, tokens, heads, d) or _apart(head, token, heads, tokens, d)):
-            raise ShapeError("out: expected rows in places of their own, got strides that overlap; pass out=None")
-        if isinstance(out, np.ndarray) and not out.flags.writeable:
-            raise ShapeError("out: expected writable memory, got a read-only array; pass out=None")
 
 
 def angles(rope: Rope, d_qk: int, last_position: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

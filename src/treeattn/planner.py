@@ -6,7 +6,7 @@ Everything that depends on lengths is computed here once a step, on the host; `P
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +17,14 @@ from .errors import DTypeError, IndexRangeError, ShapeError
 from .launch import Launch
 from .masks import Batch, Mask, tile_spans
 from .schedules.tiles import TileConfig
+from .split import SplitLaunch
 from .storage import PageTable, Storage, check_indptr
 
 if TYPE_CHECKING:
     from .device_launch import DeviceLaunch
 
 MOST_THREADS = 64
+LEAST_PART = 64  # columns; merging a part costs about as much
 LANES = 8  # bounds are read by vectors of tokens
 BLOCK_COST = 24
 """What a block costs beside its columns, in columns: softmax state, rescaling, addresses."""
@@ -40,6 +42,7 @@ class Work:
     positions: IntArray
     nodes: IntArray
     last_position: int
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +65,53 @@ def make_work(
     config: TileConfig,
     threads: int,
     positions: bool,
+    cut: int | None = None,
 ) -> Work:
-    """Cut rows in tiles, find the columns each visits, and deal tiles times kv heads to threads."""
+    """Cut rows in tiles, find the columns each visits, and deal tiles times kv heads to threads.
+
+    With ``cut``, the columns of a tile are cut too, at multiples of it. Part ``p`` then works for the queries and
+    outputs ``p * q_total`` rows further: q is to be repeated ``Work.parts`` times, and outputs are states to merge.
+    """
     tiles = cut_rows(batch.q_len * group, config)
     bounds = mask.bounds(batch, spare=LANES)
     visits = find_visits(batch, mask, bounds, tiles, group)
+    parts = 1 if cut is None else max(1, -(-int(batch.kv_len.max(initial=0)) // cut))
+    seqs = describe_seqs(batch, table)
+    if cut is not None:
+        tiles, visits = _cut_columns(tiles, visits, cut, parts, len(seqs))
+        bounds = np.pad(np.tile(bounds[:, :-LANES], parts), ((0, 0), (0, LANES)))
+        seqs = np.tile(seqs, (parts, 1))
+        seqs[:, 0] += np.repeat(np.arange(parts) * batch.q_indptr[-1], len(batch.q_len)).astype(np.int32)
     items, item_indptr = _deal(tiles, visits.indptr, _cost(tiles, visits.columns, config), kv_heads, threads)
     return Work(
         items=items,
         item_indptr=item_indptr,
-        seqs=describe_seqs(batch, table),
+        seqs=seqs,
         spans=np.concatenate([visits.spans, np.zeros((1, 3), np.int32)]),  # the walk reads one past the last
         bounds=bounds,
-        positions=_contiguous(batch.position) if positions else np.zeros(1, np.int32),
+        positions=_contiguous(np.tile(batch.position, parts)) if positions else np.zeros(1, np.int32),
         nodes=_contiguous(batch.nodes),
         last_position=batch.last_position if positions else 0,
+        parts=parts,
     )
+
+
+def _cut_columns(tiles: Tiles, visits: Visits, cut: int, parts: int, num_seqs: int) -> tuple[Tiles, Visits]:
+    """Give every tile ``parts`` parts, each with what it visits between two multiples of ``cut``."""
+    begin, end, full = visits.spans.T
+    first = begin // cut
+    count = (end - 1) // cut - first + 1
+    span = np.repeat(np.arange(len(begin)), count)
+    part = first[span] + np.arange(len(span)) - np.repeat(np.cumsum(count) - count, count)
+    tile = np.repeat(np.arange(len(tiles.seq)), np.diff(visits.indptr))[span]
+    pieces = np.maximum(begin[span], part * cut), np.minimum(end[span], (part + 1) * cut), full[span]
+    owner = tile * parts + part  # rises, because the spans of a tile do
+    size = len(tiles.seq) * parts
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=size))]).astype(np.int32)
+    columns = np.bincount(owner, weights=pieces[1] - pieces[0], minlength=size).astype(np.int32)
+    kind, seq, row_begin, num_rows = (np.repeat(field, parts) for field in astuple(tiles))
+    seq = seq + np.tile(np.arange(parts, dtype=np.int32) * num_seqs, len(tiles.seq))
+    return Tiles(kind, seq, row_begin, num_rows), Visits(_contiguous(np.stack(pieces, axis=1)), indptr, columns)
 
 
 def describe_seqs(batch: Batch, table: PageTable) -> IntArray:
@@ -201,7 +235,7 @@ class Plan:
     A plan may run from several threads at once; each keeps its own scratch memory.
     """
 
-    def __init__(self, launch: Launch | DeviceLaunch) -> None:
+    def __init__(self, launch: Launch | SplitLaunch | DeviceLaunch) -> None:
         self._launch = launch
 
     @property
@@ -279,6 +313,17 @@ def check_threads(threads: Any, most: int) -> int:
     if threads < 1:
         raise IndexRangeError(f"threads: expected 1 or more, got {threads}")
     return min(int(threads), max(most, MOST_THREADS))  # more than there are processors only take turns
+
+
+def check_split(split_kv: Any) -> int | None:
+    """Return ``split_kv``, columns of a part, or None."""
+    if split_kv is None:
+        return None
+    if isinstance(split_kv, bool) or not isinstance(split_kv, int | np.integer):
+        raise DTypeError(f"split_kv: expected an integer or None, got {type(split_kv).__name__}")
+    if not LEAST_PART <= split_kv <= INT32_MAX:
+        raise IndexRangeError(f"split_kv: expected {LEAST_PART} columns or more, got {split_kv}")
+    return int(split_kv)
 
 
 def check_q_dtype(dtype: Any) -> str:

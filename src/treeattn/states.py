@@ -1,0 +1,77 @@
+"""Attention states: an output and its base-2 log-sum-exp, and how states of disjoint keys merge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import as_kind, to_numpy
+from .errors import DTypeError, ShapeError
+
+
+def merge(*states: Any) -> tuple[Any, Any]:
+    """Merge attention states of disjoint sets of keys.
+
+    Parameters
+    ----------
+    *states : Array
+        ``out_a, lse_a, out_b, lse_b, ...``: outputs ``[..., d_v]`` with their base-2 LSE ``[...]``, two states or more.
+
+    Returns
+    -------
+    out : Array
+        ``[..., d_v]``, of the kind and dtype of ``out_a``.
+    lse : Array
+        ``[...]`` float32, base 2. ``merge(x, nothing)`` is x, and of two empty states ``(0, -inf)``; never NaN.
+
+    Raises
+    ------
+    ShapeError
+        An odd number of arrays, or shapes that differ.
+    """
+    if len(states) < 4 or len(states) % 2:
+        raise ShapeError(f"merge: expected out_a, lse_a, out_b, lse_b, ..., got {len(states)} arrays")
+    outs = [_check_state(state, f"out {i}") for i, state in enumerate(states[::2])]
+    lses = [_check_state(state, f"lse {i}") for i, state in enumerate(states[1::2])]
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.ndim == 0 or out.shape != outs[0].shape or lse.shape != outs[0].shape[:-1]:
+            raise ShapeError(
+                f"merge: expected out [..., d_v] and lse [...] of one shape in every state, "
+                f"got {out.shape} and {lse.shape} in state {i}"
+            )
+    lses = [lse.astype(np.float32) for lse in lses]
+    out, lse = merge_states(outs, lses)
+    return as_kind(out.astype(outs[0].dtype), states[0]), as_kind(lse, states[0])
+
+
+def to_natural(lse: Any) -> Any:
+    """Turn a base-2 log-sum-exp into a natural one: ``lse * ln 2``."""
+    return lse * math.log(2.0)
+
+
+def _check_state(array: Any, name: str) -> NDArray[Any]:
+    state = to_numpy(array, name)
+    if state.dtype.kind != "f" and state.dtype.name != "bfloat16":
+        raise DTypeError(f"{name}: expected floating-point numbers, got dtype {state.dtype}")
+    return state
+
+
+def merge_states(
+    outs: Sequence[NDArray[Any]], lses: Sequence[NDArray[np.float32]]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Merge states in their order, in float32; see `merge`."""
+    stacked = np.stack(lses)
+    highest = stacked.max(axis=0)
+    weights = np.exp2(stacked - np.where(np.isneginf(highest), np.float32(0), highest))
+    total = weights.sum(axis=0)
+    share = np.divide(weights, total, out=np.zeros_like(weights), where=total != 0)
+    out = np.zeros(outs[0].shape, np.float32)
+    for part, weight in zip(outs, share, strict=True):
+        held = weight[..., None] != 0  # a state without weight adds nothing, whatever it holds
+        out += np.where(held, part.astype(np.float32), np.float32(0)) * weight[..., None]
+    with np.errstate(divide="ignore"):
+        return out, (highest + np.log2(total)).astype(np.float32)
