@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..arrays import IntArray
 from ..masks import And, Leaf, Mask, Or, Tree
 from ..reference import gather
-from ..storage import PagedKV, RaggedKV
+from ..storage import RaggedKV, Storage
 from ..testing import Case, assert_within_budget
 
 
@@ -50,10 +50,10 @@ def pieces(case: Case, seqs: Iterable[int], heads: Iterable[int], max_rows: int 
         mask, kv_indptr, q_indptr = _alone(case.mask, seq), _ends(len(k)), _ends(rows.stop - rows.start)
         for head in heads:
             kv = RaggedKV(k[:, head // group, None], v[:, head // group, None], kv_indptr)
-            yield Piece(rows, head, Case(case.q[rows, head, None], kv, mask, q_indptr, case.sm_scale))
+            yield Piece(rows, head, Case(case.q[rows, head, None], kv, mask, q_indptr, case.sm_scale, case.parts))
 
 
-def sample(case: Case, kv: PagedKV, max_rows: int = 32) -> Iterator[Piece]:
+def sample(case: Case, kv: Storage, max_rows: int = 32) -> Iterator[Piece]:
     """Cut out a few pieces: of the first, the last and the longest sequence, each of another head."""
     q_heads, last = case.q.shape[1], len(kv.kv_len) - 1
     for number, seq in enumerate(sorted({0, last, int(np.argmax(kv.kv_len))})):

@@ -76,15 +76,6 @@ def read(threads: int) -> Probe:
     return Probe("read", READ_BYTES, source, lambda: list(pool.map(np.max, parts)))
 
 
-def walk(kv: Any, num_bytes: int, threads: int) -> Probe | None:
-    """Memory, through the page table: our kernel that reads K and V once and does nothing else."""
-    try:
-        make = importlib.import_module("treeattn.kernels.page_read").read_pages
-    except (ImportError, AttributeError):
-        return None
-    return Probe("walk", num_bytes, f"treeattn page walk, {threads} threads", make(kv, threads))
-
-
 def measure(threads: int, seconds: float = 2.0) -> dict[str, tuple[float, str]]:
     """Measure both limits alone: name to (operations or bytes a second, source)."""
     probes = [sgemm(threads), read(threads)]

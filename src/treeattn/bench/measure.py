@@ -10,7 +10,7 @@ import numpy as np
 
 from ..testing import Case
 from .check import sample
-from .limits import Probe, read, sgemm, walk
+from .limits import Probe, read, sgemm
 from .rivals import BEFORE, CANDIDATES, OTHER_RESULT, OWN_CODE, Call, UnavailableError, as_numpy, ours
 from .timer import Candidate, Timing, interleave
 from .workloads import Goal, Problem, Workload, build
@@ -45,7 +45,7 @@ class Result:
         return self.num_bytes / self.timings[name].best
 
     def limit(self, probe: str) -> float:
-        """Rate of a probe: ``sgemm`` in operations a second, ``read`` and ``walk`` in bytes."""
+        """Rate of a probe: ``sgemm`` in operations a second, ``read`` in bytes."""
         return self.probes[probe].rate(self.timings[probe])
 
     def fraction(self, limit: str) -> float:
@@ -86,7 +86,7 @@ def measure(
     call = ours(problem, threads)
     out, checked = check(problem, call)
     calls, failures = _rivals(problem, threads, against, as_numpy(out))
-    probes = {probe.name: probe for probe in (sgemm(threads), read(threads), _walk(problem, threads)) if probe}
+    probes = {probe.name: probe for probe in (sgemm(threads), read(threads))}
     candidates = [Candidate(OURS, call), *(Candidate(*item, BEFORE.get(item[0])) for item in calls.items())]
     candidates += [probe.candidate for probe in probes.values()]
     timings = interleave(candidates, seconds, rounds)
@@ -97,14 +97,10 @@ def check(problem: Problem, call: Call) -> tuple[Any, str]:
     """Compare a call's ``out, lse`` with the reference, in part; return ``out`` and what was compared."""
     out, lse = call()
     count = 0
-    for piece in sample(Case(problem.q, problem.kv, problem.mask, problem.q_indptr), problem.kv):
+    for piece in sample(Case(problem.q, problem.kv, problem.mask, problem.q_indptr, parts=problem.parts), problem.kv):
         piece.compare(out, lse)
         count += piece.rows.stop - piece.rows.start
     return out, f"{count} of {lse.size} rows (each of one head)"
-
-
-def _walk(problem: Problem, threads: int) -> Probe | None:
-    return walk(problem.kv, int(problem.num_bytes), threads)
 
 
 def _rivals(problem: Problem, threads: int, names: Iterable[str], out: Any) -> tuple[dict[str, Any], dict[str, str]]:

@@ -44,6 +44,7 @@ def planned(problem: Problem, threads: int, mask: Mask | None = None) -> Any:
         q_heads=problem.workload.q_heads,
         dtype=problem.dtype,
         threads=threads,
+        **problem.parts,
     )
 
 
