@@ -34,9 +34,7 @@ def main(path: str | None = None) -> list[str]:
         while waiting and waiting[0][0] <= step:
             _, prompt, sampling = waiting.pop(0)
             tokens = tokenizer.encode(tokenizer.chat(prompt))
-            served.append(
-                generator.submit(tokens, MAX_TOKENS, sampling=sampling, stop_tokens=tokenizer.stop_tokens)
-            )
+            served.append(generator.submit(tokens, MAX_TOKENS, sampling=sampling, stop_tokens=tokenizer.stop_tokens))
         new = generator.step()
         step += 1
         print(f"step {step}:", *(f"{len(tokens)} tokens" for tokens in new.values()), sep="  ")

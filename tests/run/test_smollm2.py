@@ -43,7 +43,11 @@ def test_logits_are_those_of_transformers(loaded, record):
 
 def test_drafts_change_no_token(loaded):
     model, tokenizer = loaded
-    texts = ["one two three four one two three", "Repeat: the quick brown fox. the quick brown fox.", "Name three trees."]
+    texts = [
+        "one two three four one two three",
+        "Repeat: the quick brown fox. the quick brown fox.",
+        "Name three trees.",
+    ]
     prompts = [tokenizer.encode(tokenizer.chat(text)) for text in texts]
 
     def run(batches, drafter):
