@@ -82,9 +82,11 @@ class CachedSequence:
     def drop_outside(self, window: int, sink: int, page_size: int) -> list[int]:
         """Drop the whole pages that the next tokens, in a window and with a sink, see nothing of; return them."""
         kept = -(-sink // page_size) * page_size
+        stay = max((self.length - window + 1) // page_size * page_size, 0)
         if self.dropped:
-            kept = min(kept, self.kept)
-        stay = max((self.length - window + 1) // page_size * page_size, self.kept + self.dropped)
+            if stay < self.kept:
+                return []  # tokens between would have to stay: only one gap is kept
+            kept, stay = min(kept, self.kept), max(stay, self.kept + self.dropped)
         if stay <= kept:
             return []
         gone = slice(kept // page_size, (stay - self.dropped) // page_size)
