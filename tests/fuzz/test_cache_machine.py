@@ -22,7 +22,7 @@ import treeattn as ta
 from treeattn import cache_ops
 
 EXAMPLES = int(os.environ.get("TREEATTN_CACHE_EXAMPLES", "300"))
-LAYERS, PAGES, DIM = 2, 24, 2
+LAYERS, DIM = 2, 2
 HALF = np.array([1.0, 0.5], np.float32)
 
 
@@ -55,7 +55,8 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 2, 3, 4, 16]))
     def start(self, page_size):
         self.size, self.models = page_size, {}
-        self.cache = ta.PagedKVCache(LAYERS, 1, DIM, PAGES, page_size, "float32")
+        self.num_pages = 24 // page_size + 2  # soon full
+        self.cache = ta.PagedKVCache(LAYERS, 1, DIM, self.num_pages, page_size, "float32")
         for layer in range(LAYERS):
             self.cache.pages(layer)[...] = np.nan
         self.fresh, self.page_names = count(1), count()
@@ -82,7 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
                 pages[seq][-1] = next(self.page_names)
             while len(pages[seq]) * self.size < columns + new:
                 pages[seq].append(next(self.page_names))
-        return None if len({page for some in pages.values() for page in some}) > PAGES else pages
+        return None if len({page for some in pages.values() for page in some}) > self.num_pages else pages
 
     # rules
 
@@ -227,7 +228,7 @@ class CacheMachine(RuleBasedStateMachine):
             path = Path(folder) / "sequence.safetensors"
             self.cache.save(seq, path)
             assert list(Path(folder).iterdir()) == [path]
-            if len(self.held()) + len(model.pages) > PAGES:
+            if len(self.held()) + len(model.pages) > self.num_pages:
                 with pytest.raises(ta.CacheFullError):
                     self.cache.load(path)
                 return
@@ -241,7 +242,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "models"):
             return
         held = self.held()
-        assert (self.cache.used_pages, self.cache.free_pages) == (len(held), PAGES - len(held))
+        assert (self.cache.used_pages, self.cache.free_pages) == (len(held), self.num_pages - len(held))
         inner = {seq: list(self.cache._sequences[seq].pages) for seq in self.models}
         alike = {}
         for seq, model in self.models.items():
@@ -276,7 +277,7 @@ class CacheMachine(RuleBasedStateMachine):
         if hasattr(self, "models"):
             for seq in list(self.models):
                 self.cache.remove(seq)
-            assert self.cache.free_pages == PAGES
+            assert self.cache.free_pages == self.num_pages
 
     # draws
 

@@ -69,7 +69,11 @@ def refusals(cache, a, b, tree, chain, step):
         "unhashable": (index, "seq", lambda: cache.length([])),
         "begin no dict": (ta.DTypeError, "new", lambda: cache.begin([a])),
         "begin too much": (full, "expected 30 free pages .* got 10 of 16", lambda: cache.begin({b: 120, a: 1})),
-        "begin with a copy": (full, r"expected 11 free pages \(1 of them", lambda: [cache.fork(a), cache.begin({a: 43})]),
+        "begin with a copy": (
+            full,
+            r"expected 11 free pages \(1 of them",
+            lambda: [cache.fork(a), cache.begin({a: 43})],
+        ),
         "begin less than nothing": (ta.ShapeError, "new", lambda: cache.begin({a: -1})),
         "begin a float": (ta.DTypeError, "new", lambda: cache.begin({a: 1.5})),
         "begin another tree": (ta.ShapeError, "whole tree", lambda: cache.begin({tree: ta.TokenTree.chain(4)})),
