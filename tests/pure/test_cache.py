@@ -197,6 +197,27 @@ def test_the_last_of_those_that_share_a_page_copies_nothing():
     assert cache.free_pages == 0
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "left"),
+    [
+        ((4, 4), (9, 4), [*range(4), *range(12, 16)]),  # a wider window sees nothing less than it did
+        ((4, 4), (16, 0), [*range(4), *range(12, 16)]),  # position 0 is in the window, and one gap is all there may be
+        ((4, 4), (4, 0), [*range(12, 16)]),
+        ((9, 0), (4, 12), [*range(8, 16)]),  # what is left before the window is a sink now
+        ((9, 0), (4, 5), [*range(12, 16)]),
+    ],
+)
+def test_dropping_twice(first, second, left):
+    """Positions that are left of 16, on pages of 4, with windows and sinks that change."""
+    cache = make()
+    seq = fill(cache, cache.add(), 16)
+    before = cache.read(0, seq)[0]
+    for window, sink in (first, second):
+        cache.drop_outside(window, sink)
+    assert np.array_equal(cache.read(0, seq)[0], before[left])
+    assert cache.used_pages == len(left) / 4
+
+
 def test_page_pool_takes_what_was_given_back():
     pool = PagePool(4)
     taken = pool.take(3)
