@@ -69,7 +69,11 @@ def refusals(cache, a, b, tree, chain, step):
         "unhashable": (index, "seq", lambda: cache.length([])),
         "begin no dict": (ta.DTypeError, "new", lambda: cache.begin([a])),
         "begin too much": (full, "expected 30 free pages .* got 10 of 16", lambda: cache.begin({b: 120, a: 1})),
-        "begin with a copy": (full, r"\(1 of them", lambda: [cache.fork(a), cache.begin({a: 48})]),
+        "begin with a copy": (
+            full,
+            r"expected 11 free pages \(1 of them",
+            lambda: [cache.fork(a), cache.begin({a: 43})],
+        ),
         "begin less than nothing": (ta.ShapeError, "new", lambda: cache.begin({a: -1})),
         "begin a float": (ta.DTypeError, "new", lambda: cache.begin({a: 1.5})),
         "begin another tree": (ta.ShapeError, "whole tree", lambda: cache.begin({tree: ta.TokenTree.chain(4)})),
@@ -191,6 +195,27 @@ def test_the_last_of_those_that_share_a_page_copies_nothing():
     child = cache.fork(parent)
     cache.begin({parent: 1, child: 1})  # two pages, and one more for a copy
     assert cache.free_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "left"),
+    [
+        ((4, 4), (9, 4), [*range(4), *range(12, 16)]),  # a wider window sees nothing less than it did
+        ((4, 4), (16, 0), [*range(4), *range(12, 16)]),  # position 0 is in the window, and one gap is all there may be
+        ((4, 4), (4, 0), [*range(12, 16)]),
+        ((9, 0), (4, 12), [*range(8, 16)]),  # what is left before the window is a sink now
+        ((9, 0), (4, 5), [*range(12, 16)]),
+    ],
+)
+def test_dropping_twice(first, second, left):
+    """Positions that are left of 16, on pages of 4, with windows and sinks that change."""
+    cache = make()
+    seq = fill(cache, cache.add(), 16)
+    before = cache.read(0, seq)[0]
+    for window, sink in (first, second):
+        cache.drop_outside(window, sink)
+    assert np.array_equal(cache.read(0, seq)[0], before[left])
+    assert cache.used_pages == len(left) / 4
 
 
 def test_page_pool_takes_what_was_given_back():

@@ -81,16 +81,19 @@ class CachedSequence:
 
     def drop_outside(self, window: int, sink: int, page_size: int) -> list[int]:
         """Drop the whole pages that the next tokens, in a window and with a sink, see nothing of; return them."""
-        kept = -(-sink // page_size) * page_size
-        if self.dropped:
-            kept = min(kept, self.kept)
-        stay = max((self.length - window + 1) // page_size * page_size, self.kept + self.dropped)
-        if stay <= kept:
+        begin = -(-sink // page_size) * page_size
+        end = (self.length - window + 1) // page_size * page_size
+        if begin >= end:
             return []
-        gone = slice(kept // page_size, (stay - self.dropped) // page_size)
+        if self.dropped:
+            gap = self.kept, self.kept + self.dropped
+            if begin > gap[1] or end < gap[0]:
+                return []  # there may be one gap only
+            begin, end = min(begin, gap[0]), max(end, gap[1])
+        gone = slice(begin // page_size, (end - self.dropped) // page_size)
         pages = self.pages[gone].tolist()
         del self.pages[gone]
-        self.kept, self.dropped = kept, stay - kept
+        self.kept, self.dropped = begin, end - begin
         return pages
 
     def trim(self, page_size: int) -> list[int]:
