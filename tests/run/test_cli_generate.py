@@ -93,3 +93,21 @@ def test_interrupt_keeps_what_was_written(folder):
     assert process.returncode == 130, errors
     assert first
     assert b"Traceback" not in errors
+
+
+def test_demo_shows_a_generation_or_says_why_not(folder, monkeypatch):
+    from treeattn.cli import demo
+    from treeattn.cli import generate as command
+    from treeattn.models.checkpoint import ModelFileError
+
+    load = command.load
+    monkeypatch.setattr(command, "load", lambda name: load(str(folder)))
+    found = demo._generate(quiet=True)
+    assert found["same"] is True
+    assert found["tokens"] == demo.TOKENS
+
+    def offline(name):
+        raise ModelFileError("cannot fetch it")
+
+    monkeypatch.setattr(command, "load", offline)
+    assert demo._generate(quiet=True) == {"left_out": "cannot fetch it"}
