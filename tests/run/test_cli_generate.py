@@ -82,7 +82,11 @@ def test_a_draft_with_another_vocabulary_is_refused(capsys, folder, tmp_path):
     assert "same tokenizer" in capsys.readouterr().err
 
 
-def test_interrupt_keeps_what_was_written(folder):
+def test_interrupt_keeps_what_was_written(tmp_path):
+    folder = tiny_model.write(tmp_path / "endless", tie_word_embeddings=False)
+    weights = tiny_model.safetensors_numpy.load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][-1] = 0  # the end of a turn is never the likeliest
+    tiny_model.safetensors_numpy.save_file(weights, folder / "model.safetensors")
     command = [sys.executable, "-m", "treeattn", "generate", PROMPT, "--model", str(folder), "--max-tokens", "1700",
                "--raw", "--draft", "none"]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ) as process:

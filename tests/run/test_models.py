@@ -248,3 +248,18 @@ def test_half_precision_files_load(tmp_path):
         loaded = load_checkpoint(folder).weights["blk.0.attn_q.weight"]
         want = weights["model.layers.0.self_attn.q_proj.weight"].astype(dtype).astype(np.float32)
         np.testing.assert_array_equal(loaded, want)
+
+
+def test_text_streams_in_whole_characters(folders):
+    tokenizer = load_model(folders["llama"])[1]
+    text = "naïve 🌳 café 木"
+    tokens = tokenizer.encode(text)
+    stream = tokenizer.stream()
+    pieces = [stream.push([token], last=token is tokens[-1]) for token in tokens]
+    assert "".join(pieces) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+    assert pieces[0] == "n"
+    broken = tokenizer.stream()
+    cut = tokenizer.encode("a木")[:-1]
+    assert broken.push(cut) == "a"
+    assert broken.push([], last=True) != ""
