@@ -168,7 +168,9 @@ class _Layer:
         x += y if self._after_attn is None else norm(y, self._after_attn)
         both = timed("products", self._gate_up, norm(x, self._ffn_norm))
         half = both.shape[1] // 2
-        y = timed("products", self._down, ACTIVATE[self._config.activation](both[:, :half]) * both[:, half:])
+        gated = ACTIVATE[self._config.activation](both[:, :half])
+        gated *= both[:, half:]
+        y = timed("products", self._down, gated)
         x += y if self._after_ffn is None else norm(y, self._after_ffn)
 
     def _heads(self, qkv: Float32Array) -> tuple[Float32Array, Float32Array, Float32Array]:
@@ -188,7 +190,9 @@ def rms_norm(x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
 
 def silu(x: Float32Array) -> Float32Array:
     """``x / (1 + exp(-x))``."""
-    gated: Float32Array = x / (1 + np.exp(-x))
+    gated: Float32Array = np.exp(-x)
+    gated += 1
+    np.divide(x, gated, out=gated)
     return gated
 
 
