@@ -82,9 +82,13 @@ def test_a_draft_with_another_vocabulary_is_refused(capsys, folder, tmp_path):
     assert "same tokenizer" in capsys.readouterr().err
 
 
-def test_interrupt_keeps_what_was_written(folder):
+def test_interrupt_keeps_what_was_written(tmp_path):
+    folder = tiny_model.write(tmp_path / "endless", tie_word_embeddings=False)
+    weights = tiny_model.safetensors_numpy.load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][-1] = 0  # the end of a turn is never the likeliest
+    tiny_model.safetensors_numpy.save_file(weights, folder / "model.safetensors")
     command = [sys.executable, "-m", "treeattn", "generate", PROMPT, "--model", str(folder), "--max-tokens", "1700",
-               "--raw"]  # fmt: skip
+               "--raw", "--draft", "none"]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ) as process:
         first = process.stdout.read(1)
         time.sleep(0.2)
@@ -93,3 +97,21 @@ def test_interrupt_keeps_what_was_written(folder):
     assert process.returncode == 130, errors
     assert first
     assert b"Traceback" not in errors
+
+
+def test_demo_shows_a_generation_or_says_why_not(folder, monkeypatch):
+    from treeattn.cli import demo
+    from treeattn.cli import generate as command
+    from treeattn.models.checkpoint import ModelFileError
+
+    load = command.load
+    monkeypatch.setattr(command, "load", lambda name: load(str(folder)))
+    found = demo._generate(quiet=True)
+    assert found["same"] is True
+    assert found["tokens"] == demo.TOKENS
+
+    def offline(name):
+        raise ModelFileError("cannot fetch it")
+
+    monkeypatch.setattr(command, "load", offline)
+    assert demo._generate(quiet=True) == {"left_out": "cannot fetch it"}

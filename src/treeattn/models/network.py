@@ -51,14 +51,14 @@ class Model:
         self._layers = [_Layer(config, layer, take) for layer in range(config.attention.num_layers)]
         self.vocab_size = len(weights["token_embd.weight"])
 
-    def new_cache(self, num_pages: int, page_size: int = 16) -> PagedKVCache:
+    def new_cache(self, num_pages: int, page_size: int = 16, dtype: str = "float32") -> PagedKVCache:
         """Return an empty cache of ``num_pages`` pages for this model's layers."""
         from ..cache.manager import PagedKVCache
 
         spec = self.config.attention
         return PagedKVCache(
             num_layers=spec.num_layers, kv_heads=spec.kv_heads, head_dim=spec.d_qk, num_pages=num_pages,
-            page_size=page_size, dtype="float32",
+            page_size=page_size, dtype=dtype,
         )  # fmt: skip
 
     def forward(self, step: Step, tokens: NDArray[np.int32], rows: Any = None) -> Float32Array:
@@ -168,7 +168,9 @@ class _Layer:
         x += y if self._after_attn is None else norm(y, self._after_attn)
         both = timed("products", self._gate_up, norm(x, self._ffn_norm))
         half = both.shape[1] // 2
-        y = timed("products", self._down, ACTIVATE[self._config.activation](both[:, :half]) * both[:, half:])
+        gated = ACTIVATE[self._config.activation](both[:, :half])
+        gated *= both[:, half:]
+        y = timed("products", self._down, gated)
         x += y if self._after_ffn is None else norm(y, self._after_ffn)
 
     def _heads(self, qkv: Float32Array) -> tuple[Float32Array, Float32Array, Float32Array]:
@@ -181,13 +183,16 @@ class _Layer:
 def rms_norm(x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467)."""
     mean_square = np.einsum("...d,...d->...", x, x) / np.float32(x.shape[-1])
-    scaled: Float32Array = x * (1 / np.sqrt(mean_square + np.float32(eps)))[..., None] * weight
-    return scaled
+    normed: Float32Array = x / np.sqrt(mean_square + np.float32(eps))[..., None]
+    normed *= weight
+    return normed
 
 
 def silu(x: Float32Array) -> Float32Array:
     """``x / (1 + exp(-x))``."""
-    gated: Float32Array = x / (1 + np.exp(-x))
+    gated: Float32Array = np.exp(-x)
+    gated += 1
+    np.divide(x, gated, out=gated)
     return gated
 
 

@@ -110,9 +110,10 @@ class TextStream:
         """Add tokens and return the text that is new."""
         self.tokens.extend(tokens)
         text = self.tokenizer.decode(self.tokens)
-        if text.endswith(UNFINISHED) and not last:
-            return ""
-        new, self.written = text[self.written :], len(text)
+        if not last:
+            text = text.rstrip(UNFINISHED)
+        new = text[self.written :]
+        self.written = max(self.written, len(text))
         return new
 
 
