@@ -51,6 +51,7 @@ def device_func(name: str, body: Callable[[], None]) -> PrimFunc:
         "tirx.is_scheduled": True,
         "tirx.kernel_launch_params": ["blockIdx.x", "threadIdx.x"],
         "tirx.noalias": True,
+        "tirx.launch_bounds_min_blocks_per_sm": 2,  # or nvcc spills for the sake of blocks beyond
     })  # fmt: skip
 
 
