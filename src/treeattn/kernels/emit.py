@@ -233,6 +233,8 @@ def smaller(left: Expr, right: Expr) -> Expr:
 
 def greater(left: Expr, right: Expr) -> Expr:
     """Return the greater of two values; a NaN on the right stays."""
+    if _device.get() and "float" in str(left.ty.dtype):
+        return T.Select(left > right, left, right)  # the maximum of GPU languages drops a NaN
     return T.max(left, right)
 
 
