@@ -227,15 +227,18 @@ def typed(dtype: str, lanes: int) -> str:
 
 
 def smaller(left: Expr, right: Expr) -> Expr:
-    """Return the lesser of two values."""
-    return T.min(left, right)
+    """Return the lesser of two values; a NaN on the right stays."""
+    return T.Select(left < right, left, right) if _is_device_float(left) else T.min(left, right)
 
 
 def greater(left: Expr, right: Expr) -> Expr:
     """Return the greater of two values; a NaN on the right stays."""
-    if _device.get() and "float" in str(left.ty.dtype):
-        return T.Select(left > right, left, right)  # the maximum of GPU languages drops a NaN
-    return T.max(left, right)
+    return T.Select(left > right, left, right) if _is_device_float(left) else T.max(left, right)
+
+
+def _is_device_float(value: Expr) -> bool:
+    """Whether ``value`` is compared by a GPU language whose minimum and maximum drop a NaN."""
+    return _device.get() and not isinstance(value, int) and "float" in str(value.ty.dtype)
 
 
 def fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
