@@ -96,6 +96,10 @@ class Device:
         size = max(math.prod(shape), 1) * itemsize(dtype)
         return DeviceArray(self, self._allocate(-(-size // WORD) * WORD), shape, dtype)
 
+    def empty_like(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        """Allocate an array on the device, of the kind of ``array``, which is there too."""
+        return self.empty(shape, dtype)
+
     def _allocate(self, size: int) -> Any:
         """Return a buffer of ``size`` bytes, a multiple of four."""
         raise NotImplementedError
