@@ -19,6 +19,7 @@ from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 
 DTYPES = ("float32", "float16", "bfloat16")
 INT32_MAX = 2**31 - 1
+CUDA = 2  # of DLPack's devices
 
 IntArray = NDArray[np.int32]
 
@@ -60,10 +61,12 @@ def view(array: Any, name: str) -> View:
     if isinstance(array, np.ndarray):
         return _view_numpy(array, name)
     if _is_torch(array):
-        return _view_torch(array, name)
+        return _borrow(array, name) if array.is_cuda else _view_torch(array, name)
     if isinstance(array, DeviceArray):
         return View(array.offset, array.shape, array.strides, array.dtype, array, array.device)
     if hasattr(array, "__dlpack__"):
+        if int(array.__dlpack_device__()[0]) == CUDA:
+            return _borrow(array, name)
         return _view_numpy(_import_dlpack(array, name), name)
     raise DTypeError(
         f"{name}: expected an array (NumPy, or anything with __dlpack__), got {type(array).__name__}; "
@@ -227,6 +230,12 @@ def _import_dlpack(array: Any, name: str) -> NDArray[Any]:
 def _require_cpu(tensor: Any, name: str) -> None:
     if tensor.device.type != "cpu":
         raise UnsupportedError(f"{name}: expected a tensor on the CPU, got {tensor.device}; pass {name}.cpu()")
+
+
+def _borrow(array: Any, name: str) -> View:
+    from .backends import cuda
+
+    return cuda.borrow(array, name)
 
 
 def _is_torch(array: Any) -> bool:

@@ -64,31 +64,27 @@ class DeviceLaunch(LayerCheck):
         if check:
             self.check_layer(queries, pools)
         shape = (self.q_total, self.q_heads, pools.d_v)
+        if queries.device not in (None, self.device):
+            raise UnsupportedError(f"q: expected an array of {self.device!r}, got one of {queries.device!r}")
         if out is not None:
-            self._check_out(out, shape)
-        on_device = isinstance(q, DeviceArray)
-        q_here = view(self._here(q), "q")
+            self._check_out(view(out, "out"), shape, queries.device)
         pools = storage.to(self.device).pools
-        result = out if out is not None and on_device else self.device.empty(shape, self.q_dtype)
-        lse = self.device.empty(shape[:2], "float32")
-        if self.work.num_items:
-            self._call(q_here, pools, view(result, "out"), lse)
-        if on_device:
+        if queries.device is not None:
+            result = self.device.empty_like(q, shape, self.q_dtype) if out is None else out
+            lse = self.device.empty_like(q, shape[:2], "float32")
+            self._call(queries, pools, view(result, "out"), view(lse, "lse"))
             return result, lse
+        result, lse = self.device.empty(shape, self.q_dtype), self.device.empty(shape[:2], "float32")
+        self._call(view(self.device.upload(q), "q"), pools, view(result, "out"), view(lse, "lse"))
         host = self.device.download(result)
         if out is None:
             return as_kind(host, q), as_kind(self.device.download(lse), q)
         out[...] = as_kind(host, q)
         return out, as_kind(self.device.download(lse), q)
 
-    def _here(self, array: Any) -> DeviceArray:
-        if isinstance(array, DeviceArray):
-            if array.device is not self.device:
-                raise UnsupportedError(f"q: expected an array of {self.device!r}, got one of {array.device!r}")
-            return array
-        return self.device.upload(array)
-
-    def _call(self, q: View, pools: Pools, out: View, lse: DeviceArray) -> None:
+    def _call(self, q: View, pools: Pools, out: View, lse: View) -> None:
+        if self.work.num_items == 0:
+            return
         arrays = {"q": q, "k": pools.k, "v": pools.v, "out": out}
         strides = {
             "q": dict(zip(("token", "head"), q.strides, strict=False)),
@@ -96,7 +92,7 @@ class DeviceLaunch(LayerCheck):
             "k": dict(zip(("page", "slot", "head"), pools.k_strides, strict=True)),
             "v": dict(zip(("page", "slot", "head"), pools.v_strides, strict=True)),
         }
-        arguments: dict[str, Any] = {"lse": lse}
+        arguments: dict[str, Any] = {"lse": lse.owner}
         for name, array in arrays.items():
             self._check_index(name, array)
             arguments[name], arguments[f"{name}_at"] = array.owner, array.pointer
@@ -142,7 +138,9 @@ class DeviceLaunch(LayerCheck):
                 f"got {array.owner.reach}; use smaller pools or another target"
             )
 
-    def _check_out(self, out: Any, shape: tuple[int, ...]) -> None:
-        if tuple(out.shape) != shape:
+    def _check_out(self, out: View, shape: tuple[int, ...], place: Device | None) -> None:
+        if out.shape != shape:
             raise ShapeError(f"out: expected shape {list(shape)}, got {list(out.shape)}")
-        self.check_out_dtype(view(out, "out"))
+        if out.device is not place:
+            raise UnsupportedError(f"out: expected memory where q is, got {out.device or 'the host'}")
+        self.check_out_dtype(out)

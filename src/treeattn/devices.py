@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from .targets import GpuTraits
 
+WORD = 4  # bytes: buffers hold whole words, which some devices ask for
 Program = Callable[[Mapping[str, Any], int], None]
 """Runs a kernel: its arguments by name (`DeviceArray`, int or float), and the number of blocks."""
 
@@ -80,10 +81,31 @@ class Device:
         array : Array
             NumPy, or anything with ``__dlpack__`` on the host; float32, float16, bfloat16 or int32.
         """
-        raise NotImplementedError
+        from .arrays import check_dtype, dtype_name, to_numpy
+
+        host = np.asarray(to_numpy(array, "array"), order="C")
+        dtype = dtype_name(host.dtype)
+        made = self.empty(host.shape, dtype if dtype == "int32" else check_dtype(dtype, "array"))
+        if host.size:
+            content = host.reshape(-1).view(np.uint8)
+            self._write(made, np.pad(content, (0, -len(content) % WORD)))
+        return made
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
         """Allocate an array whose elements are undefined."""
+        size = max(math.prod(shape), 1) * itemsize(dtype)
+        return DeviceArray(self, self._allocate(-(-size // WORD) * WORD), shape, dtype)
+
+    def empty_like(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        """Allocate an array on the device, of the kind of ``array``, which is there too."""
+        return self.empty(shape, dtype)
+
+    def _allocate(self, size: int) -> Any:
+        """Return a buffer of ``size`` bytes, a multiple of four."""
+        raise NotImplementedError
+
+    def _write(self, array: DeviceArray, content: NDArray[np.uint8]) -> None:
+        """Fill an array's whole buffer."""
         raise NotImplementedError
 
     def download(self, array: DeviceArray) -> NDArray[Any]:
@@ -111,9 +133,3 @@ class Device:
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element."""
     return 4 if dtype in ("float32", "int32") else 2
-
-
-def words(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return the bytes of a contiguous array, filled up to whole words of four, four at least."""
-    content = array.view(np.uint8).reshape(-1) if array.size else np.zeros(0, np.uint8)
-    return np.pad(content, (0, max(-len(content) % 4, 4 - len(content))))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 import treeattn as ta
 from treeattn.errors import UnsupportedError
-
-os.environ.setdefault("XDG_RUNTIME_DIR", "/tmp")  # Mesa complains without one
 
 TARGETS = ("opencl", "webgpu")
 
@@ -23,15 +19,10 @@ def missing(target):
     return None
 
 
-def each_target(*values):
-    """Parameters ``(target, *value)`` for every target and value; without values, the targets."""
-    return [
-        pytest.param(*((target, *value) if values else (target,)), marks=_skip(target))
-        for value in (values or [()])
-        for target in TARGETS
-    ]
-
-
-def _skip(target):
+def on(target, *values):
+    """Parameters ``(target, *values)`` that are skipped where the target is missing."""
     reason = missing(target)
-    return pytest.mark.skipif(reason is not None, reason=f"{target}: {reason}")
+    return pytest.param(target, *values, marks=pytest.mark.skipif(reason is not None, reason=f"{target}: {reason}"))
+
+
+each_target = pytest.mark.parametrize("target", [on(target) for target in TARGETS])

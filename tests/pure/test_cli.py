@@ -167,10 +167,18 @@ def test_info(capsys):
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["version"]
-    assert set(found["packages"]) == {"tvm", "torch", "matplotlib", "safetensors", "gguf", "tokenizers"}
+    assert set(found["packages"]) >= {"tvm", "torch", "matplotlib", "safetensors", "gguf", "tokenizers", "pyopencl", "wgpu"}
     assert found["cache"]["folder"]
     assert main(["info"]) == 0
     assert "threads" in capsys.readouterr().out
+
+
+def test_info_lists_devices_or_why_there_are_none(capsys):
+    main(["info", "--json"])
+    targets = json.loads(capsys.readouterr().out)["targets"]
+    assert {name.partition(":")[0] for name in targets} == {"llvm", "cuda", "opencl", "webgpu"}
+    for name, facts in targets.items():
+        assert ":" in name or name == "llvm" or "; install" in facts["missing"] or "; pip install" in facts["missing"]
 
 
 def test_info_says_why_something_is_missing():

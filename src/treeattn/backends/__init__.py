@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import asdict
 from typing import Any
 
 from ..devices import Device
 from ..errors import UnsupportedError
 
-DEVICES = ("opencl", "webgpu")
+DEVICES = ("cuda", "opencl", "webgpu")
 """Kinds of devices this package can run kernels on: a module each, with `open_device`."""
 
 
@@ -18,7 +19,7 @@ def device(target: Any) -> Device:
     Parameters
     ----------
     target : str
-        ``"opencl"``, or ``"opencl:1"`` for the second one that `treeattn info` lists.
+        ``"cuda"``, ``"opencl"`` or ``"webgpu"``; ``"opencl:1"`` is the second one that ``treeattn info`` lists.
 
     Returns
     -------
@@ -38,6 +39,22 @@ def device(target: Any) -> Device:
         raise UnsupportedError(f"target: expected one of {', '.join(DEVICES)}, or opencl:0 and so on, got {target!r}")
     opened: Device = importlib.import_module(f".{kind}", __name__).open_device(int(index or 0))
     return opened
+
+
+def describe() -> dict[str, dict[str, Any]]:
+    """Return facts about every device found, by target name; of a kind without any, why it is missing."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind in DEVICES:
+        try:
+            count = len(importlib.import_module(f".{kind}", __name__).devices())
+            opened = [device(f"{kind}:{index}") for index in range(count)]
+        except UnsupportedError as error:
+            found[kind] = {"missing": str(error).removeprefix("target: ")}
+            continue
+        for index, one in enumerate(opened):
+            facts = {"device": one.name, "blocks": one.blocks} | asdict(one.traits)
+            found[f"{kind}:{index}"] = {name: value for name, value in facts.items() if name != "kind" and value != ""}
+    return found
 
 
 def is_device(target: Any) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import dtype_name, numpy_dtype, to_numpy
-from ..devices import Device, DeviceArray, Program, itemsize, words
+from ..arrays import numpy_dtype
+from ..devices import Device, DeviceArray, Program
 from ..errors import CompileError, UnsupportedError
 from ..targets import GPUS, GpuTraits
 
@@ -79,17 +79,11 @@ class OpenCLDevice(Device):
         self.context = cl.Context([device])
         self.queue = cl.CommandQueue(self.context)
 
-    def upload(self, array: Any) -> DeviceArray:
-        host = np.ascontiguousarray(to_numpy(array, "array"))
-        flags = self.cl.mem_flags.READ_WRITE | self.cl.mem_flags.COPY_HOST_PTR
-        return DeviceArray(
-            self, self.cl.Buffer(self.context, flags, hostbuf=words(host)), host.shape, dtype_name(host.dtype)
-        )
+    def _allocate(self, size: int) -> Any:
+        return self.cl.Buffer(self.context, self.cl.mem_flags.READ_WRITE, size)
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
-        count = max(int(np.prod(shape, dtype=np.int64)), 1)
-        size = -(-count * itemsize(dtype) // 4) * 4
-        return DeviceArray(self, self.cl.Buffer(self.context, self.cl.mem_flags.READ_WRITE, size), shape, dtype)
+    def _write(self, array: DeviceArray, content: NDArray[np.uint8]) -> None:
+        self.cl.enqueue_copy(self.queue, array.buffer, content)
 
     def download(self, array: DeviceArray) -> NDArray[Any]:
         host = np.empty(array.shape, numpy_dtype(array.dtype))

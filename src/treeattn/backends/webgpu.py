@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import dtype_name, numpy_dtype, to_numpy
-from ..devices import Device, DeviceArray, Program, itemsize, words
+from ..arrays import numpy_dtype
+from ..devices import WORD, Device, DeviceArray, Program, itemsize
 from ..errors import CompileError, UnsupportedError
 from ..targets import GPUS, GpuTraits
 
@@ -82,31 +82,26 @@ class WebGPUDevice(Device):
         features = ["shader-f16"] if has_half else []
         self.device = adapter.request_device_sync(required_features=features, required_limits=limits)
 
-    def upload(self, array: Any) -> DeviceArray:
-        host = np.ascontiguousarray(to_numpy(array, "array"))
-        made = self.empty(host.shape, dtype_name(host.dtype))
-        if host.size:
-            self.device.queue.write_buffer(made.buffer, 0, words(host))
-        return made
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
-        count = max(int(np.prod(shape, dtype=np.int64)), 1)
-        size = -(-count * itemsize(dtype) // 4) * 4
+    def _allocate(self, size: int) -> Any:
         if size > self.most_bytes:
             raise UnsupportedError(
                 f"array: expected at most {self.most_bytes} bytes, a buffer's limit on {self!r}, got {size}; "
                 "use a smaller pool or another target"
             )
         usage = self.usage.STORAGE | self.usage.COPY_SRC | self.usage.COPY_DST
-        return DeviceArray(self, self.device.create_buffer(size=size, usage=usage), shape, dtype)
+        return self.device.create_buffer(size=size, usage=usage)
+
+    def _write(self, array: DeviceArray, content: NDArray[np.uint8]) -> None:
+        self.device.queue.write_buffer(array.buffer, 0, content)
 
     def download(self, array: DeviceArray) -> NDArray[Any]:
         size = itemsize(array.dtype)
         begin, end = array.offset * size, (array.offset + array.size) * size
         if begin == end:
             return np.empty(array.shape, numpy_dtype(array.dtype))
-        skip = begin % 4
-        content = self.device.queue.read_buffer(array.buffer, begin - skip, -(-(end - begin + skip) // 4) * 4)
+        skip = begin % WORD
+        size = -(-(end - begin + skip) // WORD) * WORD
+        content = self.device.queue.read_buffer(array.buffer, begin - skip, size)
         host = np.frombuffer(content, np.uint8)[skip : skip + end - begin]
         result: NDArray[Any] = host.copy().view(numpy_dtype(array.dtype)).reshape(array.shape)
         return result

@@ -18,6 +18,9 @@ EXTRAS = {
     "safetensors": ("safetensors", "case files in .safetensors, saved sequences, model folders"),
     "gguf": ("gguf", "generate with a GGUF file"),
     "tokenizers": ("tokenizers", "generate"),
+    "pyopencl": ("pyopencl", "OpenCL devices"),
+    "wgpu": ("wgpu", "WebGPU devices"),
+    "cuda": ("cuda-bindings", "CUDA devices"),
 }
 
 
@@ -30,6 +33,7 @@ def command(as_json: bool) -> None:
 
 
 def _collect() -> dict[str, Any]:
+    from ..backends import describe
     from ..bench.report import cpu_name, version
     from ..targets import available_threads
 
@@ -40,7 +44,7 @@ def _collect() -> dict[str, Any]:
         "numpy": version("numpy"),
         "cpu": cpu_name(),
         "threads": available_threads(),
-        "targets": _targets(),
+        "targets": _targets() | describe(),
         "cache": _cache(),
         "packages": packages,
     }

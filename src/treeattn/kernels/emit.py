@@ -51,6 +51,7 @@ def device_func(name: str, body: Callable[[], None]) -> PrimFunc:
         "tirx.is_scheduled": True,
         "tirx.kernel_launch_params": ["blockIdx.x", "threadIdx.x"],
         "tirx.noalias": True,
+        "tirx.launch_bounds_min_blocks_per_sm": 2,  # or nvcc spills for the sake of blocks beyond
     })  # fmt: skip
 
 
@@ -226,13 +227,18 @@ def typed(dtype: str, lanes: int) -> str:
 
 
 def smaller(left: Expr, right: Expr) -> Expr:
-    """Return the lesser of two values."""
-    return T.min(left, right)
+    """Return the lesser of two values; a NaN on the right stays."""
+    return T.Select(left < right, left, right) if _is_device_float(left) else T.min(left, right)
 
 
 def greater(left: Expr, right: Expr) -> Expr:
     """Return the greater of two values; a NaN on the right stays."""
-    return T.max(left, right)
+    return T.Select(left > right, left, right) if _is_device_float(left) else T.max(left, right)
+
+
+def _is_device_float(value: Expr) -> bool:
+    """Whether ``value`` is compared by a GPU language whose minimum and maximum drop a NaN."""
+    return _device.get() and not isinstance(value, int) and "float" in str(value.ty.dtype)
 
 
 def fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
