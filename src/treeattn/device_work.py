@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import IntArray
-from .masks import Batch, Mask
-from .planner import Tiles, Visits, describe_seqs, even_rows, find_visits
+from .masks import Batch, Form, Mask
+from .planner import Tiles, Visits, bound_range, describe_seqs, even_rows, find_visits, token_range
 from .schedules.gpu import AnyTile
 from .storage import PageTable
 
@@ -66,7 +66,7 @@ def make_device_work(
     seq, row_begin, num_rows = even_rows(batch.q_len * group, tile.rows)
     tiles = Tiles(np.full_like(seq, -1), seq, row_begin, num_rows)
     bounds = mask.bounds(batch, spare=1)
-    whole = find_visits(batch, mask, bounds, tiles, group)
+    whole = drop_unseen(find_visits(batch, mask, bounds, tiles, group), batch, mask, bounds, tiles, group, tile.columns)
     visits, of_tile = split(whole, tile.columns, -(-blocks // kv_heads))
     items, merges = _items(tiles, visits, of_tile, kv_heads)
     parts = {
@@ -89,8 +89,50 @@ def make_device_work(
     return DeviceWork(parts, values, int(items[:, 0].max(initial=-1)) + 1, last)
 
 
+def drop_unseen(
+    visits: Visits, batch: Batch, mask: Mask, bounds: IntArray, tiles: Tiles, group: int, columns: int
+) -> Visits:
+    """Leave out blocks of nodes that no row of a tile sees: of a large tree, most are in other branches.
+
+    A node is seen by a row within its interval, so one whose interval misses all of a tile's rows is not.
+    """
+    leaf = _required_tree(mask.form)
+    if leaf is None or len(visits.spans) == 0 or int(np.diff(batch.node_indptr).max(initial=0)) <= columns:
+        return visits
+    begin, end, full = visits.spans.astype(np.int64).T
+    tile = np.repeat(np.arange(len(visits.columns)), np.diff(visits.indptr))
+    prefix_len = batch.prefix_len[tiles.seq[tile]]
+    can_miss = (begin >= prefix_len) & (full == 0)
+    count = np.where(can_miss, -(-(end - begin) // columns), 1)
+    span = np.repeat(np.arange(len(begin)), count)
+    part = np.arange(len(span)) - np.repeat(np.cumsum(count) - count, count)
+    first = begin[span] + part * columns
+    last = np.where(can_miss[span], np.minimum(first + columns, end[span]), end[span])
+    low, high = bound_range(bounds[leaf : leaf + 1], *token_range(batch, tiles, group))
+    seen = ~can_miss[span]
+    tested = np.flatnonzero(can_miss[span])
+    of = tile[span[tested]]
+    node = np.minimum(first[tested, None] + np.arange(columns), last[tested, None] - 1)
+    node += (batch.node_indptr[tiles.seq[of]] - batch.prefix_len[tiles.seq[of]])[:, None]
+    enter, leave, _ = np.moveaxis(batch.nodes[node], -1, 0)
+    seen[tested] = ((enter <= high[0, of, None]) & (leave > low[0, of, None])).any(axis=1)
+    spans = np.stack([first, last, full[span]], axis=1)[seen].astype(np.int32)
+    owner, num_tiles = tile[span[seen]], len(visits.columns)
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_tiles))]).astype(np.int32)
+    visited = np.bincount(owner, weights=spans[:, 1] - spans[:, 0], minlength=num_tiles).astype(np.int32)
+    return Visits(spans, indptr, visited)
+
+
+def _required_tree(form: Form) -> int | None:
+    """Return the index of the tree's bounds if nothing is seen that the tree hides."""
+    if form[0] == "&":
+        left = _required_tree(form[1])
+        return _required_tree(form[2]) if left is None else left
+    return form[1] if form[0] == "tree" else None
+
+
 def split(visits: Visits, columns: int, blocks: int) -> tuple[Visits, IntArray]:
-    """Split the columns of tiles in parts so that there are about ``blocks`` of them, cut at multiples of ``columns``.
+    """Split the columns of tiles in even parts, about ``blocks`` in all, cut at multiples of ``columns``.
 
     Returns
     -------
@@ -99,14 +141,14 @@ def split(visits: Visits, columns: int, blocks: int) -> tuple[Visits, IntArray]:
     of_tile : int32 ``[num_parts]``
         The tile of each; one that visits nothing has one part.
     """
-    num_tiles = len(visits.columns)
-    share = int(visits.columns.sum()) // max(blocks, 1)
-    size = max(-(-share // columns), LEAST_BLOCKS) * columns
-    if num_tiles >= blocks:
-        size = max(size, int(visits.columns.max(initial=0)) + 1)
-    parts = np.maximum(-(-visits.columns // size), 1)
+    num_tiles, visited = len(visits.columns), visits.columns.astype(np.int64)
+    share = max(int(visited.sum()) // max(blocks, 1), LEAST_BLOCKS * columns)
+    wanted = np.maximum((2 * visited + share) // (2 * share), 1)  # less than 1.5 shares stay whole
+    sizes = np.maximum(-(-visited // (wanted * columns)), 1) * columns
+    parts = np.maximum(-(-visited // sizes), 1)
     first_part = np.cumsum(parts) - parts
     tile = np.repeat(np.arange(num_tiles), np.diff(visits.indptr))
+    size = sizes[tile]
     begin, end, full = visits.spans.astype(np.int64).T
     length = end - begin
     before = np.cumsum(length) - length
@@ -116,13 +158,13 @@ def split(visits: Visits, columns: int, blocks: int) -> tuple[Visits, IntArray]:
     span = np.repeat(np.arange(len(length)), count)
     part = first[span] + np.arange(len(span)) - np.repeat(np.cumsum(count) - count, count)
     shift = begin[span] - before[span]
-    cut_begin = np.maximum(part * size, before[span]) + shift
-    cut_end = np.minimum((part + 1) * size, (before + length)[span]) + shift
+    cut_begin = np.maximum(part * size[span], before[span]) + shift
+    cut_end = np.minimum((part + 1) * size[span], (before + length)[span]) + shift
     owner = first_part[tile[span]] + part
     spans = np.stack([cut_begin, cut_end, full[span]], axis=1).astype(np.int32)
     indptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=int(parts.sum())))]).astype(np.int32)
-    visited = np.bincount(owner, weights=cut_end - cut_begin, minlength=int(parts.sum())).astype(np.int32)
-    return Visits(spans, indptr, visited), np.repeat(np.arange(num_tiles, dtype=np.int32), parts)
+    columns_of = np.bincount(owner, weights=cut_end - cut_begin, minlength=int(parts.sum())).astype(np.int32)
+    return Visits(spans, indptr, columns_of), np.repeat(np.arange(num_tiles, dtype=np.int32), parts)
 
 
 def _items(tiles: Tiles, parts: Visits, of_tile: IntArray, kv_heads: int) -> tuple[IntArray, IntArray]:
