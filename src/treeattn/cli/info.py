@@ -31,7 +31,7 @@ def command(as_json: bool) -> None:
 
 def _collect() -> dict[str, Any]:
     from ..bench.report import cpu_name, version
-    from ..targets import available_threads
+    from ..targets import GPUS, KNOWN, available_threads
 
     packages = {module: _package(module, *entry) for module, entry in EXTRAS.items()}
     return {
@@ -41,6 +41,7 @@ def _collect() -> dict[str, Any]:
         "cpu": cpu_name(),
         "threads": available_threads(),
         "targets": _targets(),
+        "compile": ["llvm", *KNOWN, *GPUS],
         "cache": _cache(),
         "packages": packages,
     }
@@ -80,6 +81,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     ]
     for name, traits in found["targets"].items():
         lines.append(f"{name:8} " + ", ".join(f"{key} {value}" for key, value in traits.items()))
+    lines.append(f"compile  for {', '.join(found['compile'])}")
     lines.append(
         "cache    {folder}, {megabytes:.1f} MB".format(**found["cache"], megabytes=found["cache"]["bytes"] / 1e6)
     )
