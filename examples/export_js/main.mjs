@@ -1,7 +1,8 @@
 // A draft tree of six tokens over a paged cache, attended to by an exported WGSL kernel, checked by the definition.
 //
 //   treeattn compile --target webgpu --spec spec.json -o export
-//   npm install webgpu && node main.mjs        or        deno run --allow-read --allow-write --unstable-webgpu main.mjs
+//   npm install
+//   node main.mjs          or          npx deno run --allow-read --allow-write --unstable-webgpu main.mjs
 //
 // Arguments: a folder with the export, "export" by default, and a file to write out, then lse, to as float32.
 // `--pack` as a third argument writes the buffers `plan` and `tables` instead, and needs no GPU.
@@ -104,12 +105,13 @@ function difference({ out, lse }) {
   return worst;
 }
 
-/** WebGPU of the browser or Deno, or else of npm's `webgpu`. */
-async function gpu() {
-  if (globalThis.navigator?.gpu) return navigator.gpu;
-  const { create, globals } = await import("webgpu");
+/** An adapter of the browser or Deno, or else of npm's `webgpu`. */
+async function requestAdapter() {
+  if (globalThis.navigator?.gpu) return navigator.gpu.requestAdapter();
+  const { create, globals } = await import("webgpu").catch(() => ({}));
+  if (!create) return null;
   Object.assign(globalThis, globals);
-  return create([]);
+  return create([]).requestAdapter();
 }
 
 const [folder = "export", file, mode] = process.argv.slice(2);
@@ -125,9 +127,9 @@ if (mode === "--pack") {
   await writeFile(file, new Uint8Array([...new Uint8Array(packed.plan.buffer), ...new Uint8Array(packed.tables.buffer)]));
   process.exit(0);
 }
-const adapter = await (await gpu()).requestAdapter();
+const adapter = await requestAdapter();
 if (!adapter) {
-  console.error("no WebGPU adapter: install a Vulkan driver (on Debian, for the CPU: mesa-vulkan-drivers)");
+  console.error("no WebGPU adapter: needs Deno or npm's webgpu, and a Vulkan driver (for the CPU: mesa-vulkan-drivers)");
   process.exit(3);
 }
 const device = await adapter.requestDevice();

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from export_case import example_case, example_result
 from helpers import assert_same, attend, plan_of, rng
 
 import treeattn as ta
@@ -198,25 +199,6 @@ def test_a_call_is_attention(monkeypatch):
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def example_case():
-    """The case that both examples compute."""
-
-    def fill(shape, seed):
-        hashed = (np.arange(np.prod(shape), dtype=np.uint64) + seed) * 2654435761 % 2**32 >> 16
-        return (hashed.astype(np.float32) / np.float32(32768) - 1).reshape(shape)
-
-    from treeattn.testing import Case
-
-    kv = ta.PagedKV(fill((5, 2, 2, 16, 32), 100003), [0, 3], [3, 0, 4], [15])
-    tree = ta.TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
-    return Case(fill((6, 6, 32), 1), kv, ta.Tree([tree]) & ta.Window(20), np.array([0, 6], np.int32))
-
-
-def result(path):
-    values = np.fromfile(path, np.float32)
-    return values[: 6 * 6 * 32].reshape(6, 6, 32), values[6 * 6 * 32 :].reshape(6, 6)
-
-
 def test_c_example(tmp_path):
     folder = tmp_path / "c"
     shutil.copytree(EXAMPLES / "export_c", folder, ignore=shutil.ignore_patterns("export", "main"))
@@ -228,4 +210,4 @@ def test_c_example(tmp_path):
     assert "warning" not in built.stderr
     done = subprocess.run([folder / "main", folder / "out"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert_within_budget(*result(folder / "out"), example_case())
+    assert_within_budget(*example_result(folder / "out"), example_case())
