@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .ahead.compiled import CompiledKernel as CompiledKernel
+    from .ahead.compiled import compile as compile
     from .api import attention as attention
     from .api import plan as plan
     from .backends import device as device
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from .tree import TokenTree as TokenTree
 
 _HOMES = {
+    "ahead.compiled": ("CompiledKernel", "compile"),
     "api": ("attention", "plan"),
     "backends": ("device",),
     "cache.manager": ("PagedKVCache",),

@@ -15,7 +15,7 @@ from .device_work import make_device_work
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .kernels.spec import KernelSpec
 from .launch import Launch
-from .logits import check_parts
+from .logits import LogitParts, check_parts
 from .masks import Batch, Mask
 from .planner import Plan, check_heads, check_q_dtype, check_q_indptr, check_rows, check_split, check_threads, make_work
 from .split import SplitLaunch, partial_spec
@@ -163,11 +163,7 @@ def plan(
     q_heads = check_heads(q_heads, pools.kv_heads)
     parts = check_parts(softcap, alibi, sink_logits, rope, q_heads)
     trees, simple = mask.trees, mask.simplified()
-    spec = KernelSpec(
-        pools.d_qk, pools.d_v, check_q_dtype(dtype), pools.dtype, simple.form,
-        rope=(parts.rope.style, parts.rope.rotary_dim or pools.d_qk) if parts.rope else None,
-        logits=parts.form, shared=pools.shared, moved=table.moves is not None,
-    )  # fmt: skip
+    spec = kernel_spec(kv, simple, dtype, parts)
     offsets = check_q_indptr(q_indptr, kv.num_seqs)
     check_rows(offsets, q_heads // pools.kv_heads)
     batch = Batch(offsets, table.kv_len, trees, table.moves)
@@ -195,6 +191,16 @@ def plan(
     )  # fmt: skip
     given = compiled, kv, work, parts, int(batch.q_indptr[-1]), q_heads, count, scale
     return Plan(Launch(*given) if cut is None else SplitLaunch(*given, spec.q_dtype))
+
+
+def kernel_spec(kv: Storage, mask: Mask, dtype: Any, parts: LogitParts) -> KernelSpec:
+    """Return the spec of the kernel that a call needs."""
+    pools = kv.pools
+    return KernelSpec(
+        pools.d_qk, pools.d_v, check_q_dtype(dtype), pools.dtype, mask.simplified().form,
+        rope=(parts.rope.style, parts.rope.rotary_dim or pools.d_qk) if parts.rope else None,
+        logits=parts.form, shared=pools.shared, moved=kv.table.moves is not None,
+    )  # fmt: skip
 
 
 def _default_indptr(q_indptr: Any, q_total: int, num_seqs: int) -> Any:

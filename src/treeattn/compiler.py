@@ -25,8 +25,8 @@ from .targets import GpuTraits, TargetTraits, host, resolve
 
 
 @dataclass(frozen=True)
-class CompiledKernel:
-    """A kernel ready to run, with what it was made from."""
+class CpuKernel:
+    """The kernel of a spec ready to run on the CPU, with what it was made from."""
 
     spec: KernelSpec
     config: TileConfig
@@ -54,14 +54,14 @@ class GpuKernel:
     merge: Program
 
 
-_kernels: dict[tuple[KernelSpec, TileConfig, TargetTraits], CompiledKernel] = {}
+_kernels: dict[tuple[KernelSpec, TileConfig, TargetTraits], CpuKernel] = {}
 _gpu_kernels: dict[tuple[KernelSpec, AnyTile, Device], GpuKernel] = {}
 _lock = threading.Lock()
 compilations = 0
 """How many kernels this process has compiled (loads from disk are not counted)."""
 
 
-def kernel(spec: KernelSpec, target: Any = None, config: TileConfig | None = None) -> CompiledKernel:
+def kernel(spec: KernelSpec, target: Any = None, config: TileConfig | None = None) -> CpuKernel:
     """Return the kernel of a spec, compiling it at most once per machine.
 
     Raises
@@ -77,7 +77,7 @@ def kernel(spec: KernelSpec, target: Any = None, config: TileConfig | None = Non
     found = _kernels.get(place)
     if found is None:
         with _lock:
-            found = _kernels.get(place) or CompiledKernel(*place, _load_or_compile(*place))
+            found = _kernels.get(place) or CpuKernel(*place, _load_or_compile(*place))
             _kernels[place] = found
     return found
 
@@ -123,8 +123,8 @@ def _load_or_build(key: str, entry: str, build_module: Callable[[], Any]) -> Cal
     return llvm.function(module, entry)
 
 
-def build(spec: KernelSpec, config: TileConfig, traits: TargetTraits) -> Any:
-    """Compile a spec to a TVM module.
+def build(spec: KernelSpec, config: TileConfig, traits: TargetTraits, name: str = llvm.ENTRY) -> Any:
+    """Compile a spec to a TVM module with a function ``name``.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def build(spec: KernelSpec, config: TileConfig, traits: TargetTraits) -> Any:
     def make() -> Any:
         from .kernels import cpu
 
-        return cpu.attention(spec, config)
+        return cpu.attention(spec, config).with_attr("global_symbol", name)
 
     return _build(spec, make, traits)
 

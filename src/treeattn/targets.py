@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -102,16 +103,17 @@ HOST_CPU = "host"
 @lru_cache(maxsize=1)
 def host() -> TargetTraits:
     """Return the traits of the machine at hand, without loading the compiler where the system tells them."""
-    flags = cpu_flags()
-    if {"avx512f", "avx512vl", "avx512bw"} <= flags:
-        vector = "avx512"
-    elif {"avx2", "fma", "f16c"} <= flags:
-        vector = "avx2"
-    elif flags & {"asimd", "neon"}:
-        vector = "neon"
-    else:
-        vector = "plain"
+    vector = _vector(cpu_flags())
     return TargetTraits(HOST_CPU, vector, *VECTORS[vector])
+
+
+def _vector(features: frozenset[str]) -> str:
+    """Return the vectors that a processor with these features has, a key of `VECTORS`."""
+    if {"avx512f", "avx512vl", "avx512bw"} <= features:
+        return "avx512"
+    if {"avx2", "fma", "f16c"} <= features:
+        return "avx2"
+    return "neon" if features & {"asimd", "neon"} else "plain"
 
 
 @lru_cache(maxsize=1)
@@ -120,11 +122,17 @@ def cpu_flags() -> frozenset[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        from tvm.target import codegen
-
-        return frozenset(str(name) for name, has in dict(codegen.llvm_get_cpu_features(None)).items() if has)
+        return _llvm_features(TargetTraits(HOST_CPU, "plain", *VECTORS["plain"]).tvm_target())
     flags = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))]
     return frozenset(flags[0] if flags else ())
+
+
+def _llvm_features(target: dict[str, Any]) -> frozenset[str]:
+    """Return LLVM's names of the features of the processor of a target in TVM's form."""
+    import tvm
+    from tvm.target import codegen
+
+    return frozenset(map(str, codegen.llvm_get_cpu_features(tvm.target.Target(target))))
 
 
 def available_threads() -> int:
@@ -199,3 +207,74 @@ GPUS = {
     "webgpu": GpuTraits("webgpu", 256, 16 * 1024, int16=False, index="int32", storage_buffers=8),
 }
 """What every device of a kind has."""
+
+GPU_KEYS = {"max_num_threads": "threads", "max_shared_memory_per_block": "shared_bytes"}
+ARCHS = {"cuda": ("arch", r"sm_\d+[af]?"), "rocm": ("mcpu", r"gfx[0-9a-f]+")}
+"""By kind: TVM's key of the processor, and what its names look like."""
+
+
+def code_target(target: Any) -> TargetTraits | GpuTraits:
+    """Return the traits of what code can be generated for, whether or not it is at hand.
+
+    Parameters
+    ----------
+    target : str, dict or traits
+        ``"llvm"``, a name of `KNOWN` or of `GPUS`, or TVM's form: ``{"kind": "cuda", "arch": "sm_90a"}``,
+        ``{"kind": "rocm", "mcpu": "gfx942"}``, ``{"kind": "llvm", "mcpu": "znver4", "mtriple": "x86_64-linux-gnu"}``;
+        for GPUs also ``max_num_threads`` and ``max_shared_memory_per_block``, for a block.
+
+    Raises
+    ------
+    UnsupportedError
+        Another target, or a key that is not known.
+    """
+    if isinstance(target, GpuTraits):
+        return target
+    if isinstance(target, Mapping):
+        return _from_mapping(target)
+    if isinstance(target, str) and target in GPUS:
+        return GPUS[target]
+    if isinstance(target, str) and target not in ("llvm", *KNOWN):
+        raise UnsupportedError(f"target: expected one of llvm, {', '.join((*KNOWN, *GPUS))}, got {target!r}")
+    return resolve(target)
+
+
+def _from_mapping(target: Mapping[str, Any]) -> TargetTraits | GpuTraits:
+    kind = str(target.get("kind"))
+    if kind != "llvm" and kind not in GPUS:
+        raise UnsupportedError(f"target: expected kind llvm, {', '.join(GPUS)}, got {target.get('kind')!r}")
+    arch, pattern = ARCHS.get(kind, ("", ""))
+    known = {"mcpu", "mtriple"} if kind == "llvm" else {*GPU_KEYS, arch} - {""}
+    unknown = sorted(str(key) for key in {*target} - known - {"kind"})
+    if unknown:
+        raise UnsupportedError(f"target: expected {', '.join(sorted(known))} for {kind}, got {', '.join(unknown)}")
+    if kind == "llvm":
+        return _cpu(target.get("mcpu"), target.get("mtriple"))
+    changes: dict[str, Any] = {GPU_KEYS[key]: _size(key, target[key]) for key in GPU_KEYS if key in target}
+    if arch in target:
+        if not re.fullmatch(pattern, str(target[arch])):
+            raise UnsupportedError(f"target: expected {arch} like {GPUS[kind].arch}, got {target[arch]!r}")
+        changes["arch"] = target[arch]
+    return replace(GPUS[kind], **changes)
+
+
+def _cpu(name: Any, triple: Any) -> TargetTraits:
+    """Return the traits of a processor by LLVM's name."""
+    if name is None and triple is None:
+        return host()
+    if not isinstance(name, str) or not isinstance(triple, str | None):
+        raise UnsupportedError(f"target: expected the name of a processor as mcpu, got {name!r} (mtriple {triple!r})")
+    from tvm.target import codegen
+
+    made = TargetTraits(name, "plain", *VECTORS["plain"], triple or str(codegen.llvm_get_system_triple()))
+    if not codegen.llvm_is_valid_cpu(name, made.triple):
+        raise UnsupportedError(f"target: expected a processor that LLVM knows for {made.triple}, got {name!r}")
+    vector = _vector(_llvm_features(made.tvm_target()))
+    bits, registers = VECTORS[vector]
+    return replace(made, vector=vector, vector_bits=bits, vector_registers=registers)
+
+
+def _size(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedError(f"target: expected {key} to be 1 or more, got {value!r}")
+    return value

@@ -12,7 +12,7 @@ from checked import checked
 import treeattn as ta
 from treeattn import api
 from treeattn.backends import llvm
-from treeattn.compiler import CompiledKernel, build
+from treeattn.compiler import CpuKernel, build
 from treeattn.kernels import cpu
 from treeattn.kernels.spec import KernelSpec
 from treeattn.schedules.tiles import TileConfig, select
@@ -108,7 +108,7 @@ def checked_kernel(case, config, shrink=0):
     spec = KernelSpec(pools.d_qk, pools.d_v, case.q.dtype.name, pools.dtype, case.mask.simplified().form)
     with checked(shrink):
         made = build(spec, config, host())
-    return CompiledKernel(spec, config, host(), llvm.function(made))
+    return CpuKernel(spec, config, host(), llvm.function(made))
 
 
 def run_checked(case, made, monkeypatch):

@@ -21,7 +21,7 @@ OPTIONAL = tuple(name for name in HEAVY if name != "tvm")
 LEVELS = [
     {"cli", "__main__"},
     {"generation"},
-    {"bench", "integrations", "models", "tvm_compat"},
+    {"ahead", "bench", "integrations", "models", "tvm_compat"},
     {"speculate", "cache"},
     {"testing", "casefile"},
     {"reference", "api", "products", ""},

@@ -16,7 +16,7 @@ import click
 
 from ..errors import TreeAttnError
 
-COMMANDS = ("run", "demo", "bench", "show", "generate", "info")
+COMMANDS = ("run", "demo", "bench", "show", "compile", "generate", "info")
 
 
 class LazyGroup(click.Group):

@@ -35,7 +35,7 @@ def command(as_json: bool) -> None:
 def _collect() -> dict[str, Any]:
     from ..backends import describe
     from ..bench.report import cpu_name, version
-    from ..targets import available_threads
+    from ..targets import GPUS, KNOWN, available_threads
 
     packages = {module: _package(module, *entry) for module, entry in EXTRAS.items()}
     return {
@@ -45,6 +45,7 @@ def _collect() -> dict[str, Any]:
         "cpu": cpu_name(),
         "threads": available_threads(),
         "targets": _targets() | describe(),
+        "compile": ["llvm", *KNOWN, *GPUS],
         "cache": _cache(),
         "packages": packages,
     }
@@ -84,6 +85,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     ]
     for name, traits in found["targets"].items():
         lines.append(f"{name:8} " + ", ".join(f"{key} {value}" for key, value in traits.items()))
+    lines.append(f"compile  for {', '.join(found['compile'])}")
     lines.append(
         "cache    {folder}, {megabytes:.1f} MB".format(**found["cache"], megabytes=found["cache"]["bytes"] / 1e6)
     )

@@ -15,6 +15,8 @@ from tvm.tirx import transform
 
 from ..emit import PrimFunc
 
+FORMATS = {"rocm": "asm"}
+"""Of a kernel's text, where it is not the code generator's own (LLVM's, for rocm)."""
 PASSES = (transform.FlattenBuffer, transform.LowerIntrin)  # simplifying would write every `let` out where it is used
 
 
@@ -66,7 +68,9 @@ def generate(function: PrimFunc, threads: int, target: dict[str, Any], dynamic_b
     for make in PASSES:
         module = make()(module)
     with _without_vendor_tools(kind):
-        text = str(tvm.get_global_func(f"target.build.{kind}")(module, for_target).inspect_source())
+        text = str(
+            tvm.get_global_func(f"target.build.{kind}")(module, for_target).inspect_source(FORMATS.get(kind, ""))
+        )
     if kind == "webgpu":  # TVM lists its shaders one after another, under a rule
         text = text.rpartition("//----------------------------------------\n")[2]
     parameters = [(str(p.name), p.ty) for p in module[name].params]
