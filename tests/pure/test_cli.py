@@ -167,7 +167,16 @@ def test_info(capsys):
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["version"]
-    assert set(found["packages"]) >= {"tvm", "torch", "matplotlib", "safetensors", "gguf", "tokenizers", "pyopencl", "wgpu"}
+    assert set(found["packages"]) >= {
+        "tvm",
+        "torch",
+        "matplotlib",
+        "safetensors",
+        "gguf",
+        "tokenizers",
+        "pyopencl",
+        "wgpu",
+    }
     assert found["cache"]["folder"]
     assert main(["info"]) == 0
     assert "threads" in capsys.readouterr().out
