@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS ?= $(filter-out tests/run/test_tvm_%,$(wildcard tests/*/test_*.py))
 
-.PHONY: demo test test-tvm bench lint format clean
+.PHONY: demo test test-tvm devices bench lint format clean
 
 demo: $(STAMP)
 	$(BIN)/treeattn demo
@@ -17,6 +17,13 @@ test: $(STAMP)
 
 test-tvm: $(STAMP)
 	$(MAKE) test TESTS="$(wildcard tests/run/test_tvm_*.py)"
+
+# CPU implementations of GPU targets, for tests/gpu: PoCL by pip; Mesa's Vulkan and Oclgrind where apt-get may install.
+devices: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,pocl,webgpu]'
+	@if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	apt-get install -y -qq mesa-vulkan-drivers oclgrind >/dev/null || { apt-get update -qq && apt-get install -y -qq mesa-vulkan-drivers oclgrind >/dev/null; }; \
+	else echo "not root, or no apt-get: for WebGPU and Oclgrind tests install mesa-vulkan-drivers and oclgrind yourself"; fi
 
 bench: $(STAMP)
 	$(BIN)/treeattn bench $(ARGS)
