@@ -104,6 +104,7 @@ class Generator:
         self._model, self._drafter, self._most = model, drafter, most_drafts
         self._cost = cost or StepCost()
         self._page_size, self._num_pages = page_size, -(-capacity // page_size)
+        model.warm_up(cache_dtype)
         self._cache: PagedKVCache = model.new_cache(self._num_pages, page_size, cache_dtype)
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}

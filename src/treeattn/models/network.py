@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import IndexRangeError
 from ..rope import Rope, turn_pairs
+from ..tree import TokenTree
 from .checkpoint import ModelFileError, Weights, load_checkpoint
 from .config import ModelConfig
 from .linear import Float32Array, Linear, Weight, library
@@ -44,6 +45,7 @@ class Model:
 
     def __init__(self, config: ModelConfig, weights: Weights, linear: str = "treeattn") -> None:
         self.config, self.seconds = config, {"attention": 0.0, "products": 0.0, "forward": 0.0}
+        self._warm: set[str] = set()
         take = _Taker(weights, library(linear))
         self._output = take.linear("output" if "output.weight" in weights else "token_embd")
         self._embedding: Float32Array | None = weights["token_embd.weight"] if "output.weight" in weights else None
@@ -60,6 +62,19 @@ class Model:
             num_layers=spec.num_layers, kv_heads=spec.kv_heads, head_dim=spec.d_qk, num_pages=num_pages,
             page_size=page_size, dtype=dtype,
         )  # fmt: skip
+
+    def warm_up(self, cache_dtype: str = "float32") -> None:
+        """Compile the kernels that decoding and trees need, so that no step is timed with a compilation in it."""
+        if cache_dtype in self._warm:
+            return
+        cache = self.new_cache(1, dtype=cache_dtype)
+        seq = cache.add()
+        for new in (2, TokenTree.star(3)):
+            step = cache.begin({seq: new})
+            self.forward(step, np.zeros(len(step.positions), np.int32))
+            cache.truncate(seq, 0)
+        self._warm.add(cache_dtype)
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
 
     def forward(self, step: Step, tokens: NDArray[np.int32], rows: Any = None) -> Float32Array:
         """Run the tokens of a step and append their keys and values to the cache.

@@ -16,7 +16,7 @@ from ..tree import TokenTree
 KNOTS = np.array([1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024])
 PRIOR_PER_TOKEN = 0.06
 """What a token adds to a step, as a part of the step of one token, until steps have been timed."""
-RISES, FALLS = 0.1, 0.5
+RISES, FALLS = 0.2, 0.5
 """Weight of the newest timing of a size, slower or faster than the last: what disturbs a step only ever slows it."""
 OUTLIER = 3.0
 MARGIN = 1.03
@@ -89,13 +89,16 @@ class StepCost:
         if not self._learns or tokens < 1:
             return
         nearest = int(np.abs(KNOTS - tokens).argmin())
-        factor = seconds / float(np.interp(tokens, KNOTS, self._prior))
-        known = self._factor[nearest]
-        if np.isnan(known):
+        prior = float(np.interp(tokens, KNOTS, self._prior))
+        factor = seconds / prior
+        if np.isnan(self._factor).all():
             self._factor[nearest] = factor
-        else:
-            weight = FALLS if factor < known else RISES
-            self._factor[nearest] = known + weight * (min(factor, OUTLIER * known) - known)
+            return
+        known = self._factor[nearest]
+        if np.isnan(known):  # what the sizes timed so far promise
+            known = float(self(tokens)) / prior
+        weight = FALLS if factor < known else RISES
+        self._factor[nearest] = known + weight * (min(factor, OUTLIER * known) - known)
 
     def _curve(self) -> NDArray[np.float64]:
         known = np.flatnonzero(~np.isnan(self._factor))
