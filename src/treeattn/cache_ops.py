@@ -2,6 +2,7 @@
 
 ``pages`` is a pool as `PagedKV` or `LatentKV` has it, ``[num_pages, 2, kv_heads, page_size, d]`` or ``[num_pages,
 page_size, d]``, any strides with a contiguous last axis. A token's place is its *slot*, ``page * page_size + place``.
+A pool in a device's memory (`treeattn.device`) is written there, by a kernel.
 
 All of it is NumPy: a row of ``d`` elements moves as one element, which runs at the speed of memory and costs a few
 microseconds for few rows, where a kernel of ours would first have to be compiled for every head size.
@@ -14,7 +15,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from . import device_ops
 from .arrays import DTYPES, as_kind, dtype_name, to_numpy
+from .devices import DeviceArray
 from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 from .rope import Rope
 
@@ -57,15 +60,16 @@ def append(
     TreeAttnError
         Arrays that do not fit, or slots outside the pool; nothing is written then.
     """
+    if isinstance(pages, DeviceArray):
+        _check_latent(pages.ndim == 3, v, rope)
+        device_ops.append(pages, slots, {"k": k} if pages.ndim == 3 else {"k": k, "v": v}, rope, positions)
+        return
     pool = _Pool(pages, writes=True)
     places = pool.places(slots, "slots", check)
+    _check_latent(pool.is_latent, v, rope)
     if rope is not None:
-        if pool.is_latent:
-            raise UnsupportedError("rope: a compressed key turns in its last elements only; rotate those and append")
         k = rope.rotate(k, positions)
     names = ("k",) if pool.is_latent else ("k", "v")
-    if pool.is_latent and v is not None:
-        raise ShapeError("v: expected None, since a pool of compressed keys holds both in one row, got an array")
     new = [pool.new_rows(array, name, len(places[0])) for array, name in zip((k, v), names, strict=False)]
     for half, rows in enumerate(new):
         pool.put(half, places, rows)
@@ -79,16 +83,20 @@ def copy_page(pages: Any, source: int, target: int, count: int | None = None) ->
     IndexRangeError
         A page or a count outside the pool.
     """
-    pool = _Pool(pages, writes=True)
-    count = pool.page_size if count is None else count
+    array = pages if isinstance(pages, DeviceArray) else _Pool(pages, writes=True).array
+    num_pages, page_size = array.shape[0], array.shape[-2]
+    count = page_size if count is None else count
     for name, value, most in (
-        ("source", source, pool.num_pages - 1),
-        ("target", target, pool.num_pages - 1),
-        ("count", count, pool.page_size),
+        ("source", source, num_pages - 1),
+        ("target", target, num_pages - 1),
+        ("count", count, page_size),
     ):
         if not 0 <= value <= most:
             raise IndexRangeError(f"{name}: expected 0 to {most}, got {value}")
-    pool.array[target][..., :count, :] = pool.array[source][..., :count, :]
+    if isinstance(array, DeviceArray):
+        device_ops.compact(array, *(page * page_size + np.arange(count) for page in (source, target)))
+    else:
+        array[target][..., :count, :] = array[source][..., :count, :]
 
 
 def compact(pages: Any, source: Any, target: Any, *, check: bool = True) -> None:
@@ -108,6 +116,9 @@ def compact(pages: Any, source: Any, target: Any, *, check: bool = True) -> None
     TreeAttnError
         Slots outside the pool, or lists of two lengths; nothing is written then.
     """
+    if isinstance(pages, DeviceArray):
+        device_ops.compact(pages, source, target)
+        return
     pool = _Pool(pages, writes=True)
     reads, writes = pool.places(source, "source", check), pool.places(target, "target", check)
     if len(reads[0]) != len(writes[0]):
@@ -135,11 +146,22 @@ def gather(pages: Any, slots: Any, *, check: bool = True) -> Any:
         ``[n, kv_heads, d]`` each, of the kind and dtype of ``pages``; one array ``[n, d]`` for a pool of compressed
         keys and values.
     """
+    if isinstance(pages, DeviceArray):
+        found = device_ops.gather(pages, slots)
+        return found[0] if len(found) == 1 else tuple(found)
     pool = _Pool(pages)
     places = pool.places(slots, "slots", check)
     read = [pool.get(half, places) for half in range(pool.halves)]
     arrays = [as_kind(rows[..., None].view(pool.array.dtype), pages) for rows in read]
     return arrays[0] if pool.is_latent else tuple(arrays)
+
+
+def _check_latent(is_latent: bool, v: Any, rope: Rope | None) -> None:
+    """Refuse what a pool of compressed keys cannot take."""
+    if is_latent and rope is not None:
+        raise UnsupportedError("rope: a compressed key turns in its last elements only; rotate those and append")
+    if is_latent and v is not None:
+        raise ShapeError("v: expected None, since a pool of compressed keys holds both in one row, got an array")
 
 
 class _Pool:

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class GpuKernel:
 
 
 _kernels: dict[tuple[KernelSpec, TileConfig, TargetTraits], CpuKernel] = {}
+_gpu_programs: dict[tuple[Device, str, tuple[Any, ...]], Program] = {}
 _gpu_kernels: dict[tuple[KernelSpec, AnyTile, Device], GpuKernel] = {}
 _lock = threading.Lock()
 compilations = 0
@@ -183,19 +184,46 @@ def gpu_sources(spec: KernelSpec, tile: AnyTile, traits: GpuTraits) -> list[Any]
     CompileError
         With the code generator's message.
     """
+    return [
+        _source(partial(_generate, name, spec, tile, traits), spec, tile, traits, name)
+        for name in ("attention", "merge")
+    ]
+
+
+def gpu_program(device: Device, name: str, *parameters: Any) -> Program:
+    """Return a kernel of `treeattn.kernels.gpu.rows` by name, compiled at most once for a device.
+
+    Raises
+    ------
+    CompileError
+        The code generator or the driver refused it.
+    """
+    place = device, name, parameters
+    found = _gpu_programs.get(place)
+    if found is None:
+
+        def make() -> Any:
+            from .kernels.gpu import rows, source
+
+            function = getattr(rows, name)(device.traits, *parameters)
+            return source.generate(function, rows.THREADS, device.traits.tvm_target())
+
+        with _lock:
+            made = _source(make, name, parameters, device.traits)
+            found = _gpu_programs[place] = device.program(made)
+    return found
+
+
+def _source(make: Callable[[], Any], *parts: object) -> Any:
+    """Return a kernel's source from disk, or made and kept there."""
     from .kernels.gpu.source import KernelSource
 
-    sources = []
-    for name in ("attention", "merge"):
-        key = store.key(spec, tile, traits, name)
-        path = store.load(key, ".json")
-        if path is None:
-            source = _generate(name, spec, tile, traits)
-            store.save(key, ".json", source.to_json())
-        else:
-            source = KernelSource.from_json(path.read_bytes())
-        sources.append(source)
-    return sources
+    key = store.key(*parts)
+    if path := store.load(key, ".json"):
+        return KernelSource.from_json(path.read_bytes())
+    source = make()
+    store.save(key, ".json", source.to_json())
+    return source
 
 
 def _generate(name: str, spec: KernelSpec, tile: AnyTile, traits: GpuTraits) -> Any:

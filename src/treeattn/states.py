@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import as_kind, to_numpy
+from .devices import DeviceArray
 from .errors import DTypeError, ShapeError
 
 
@@ -35,17 +36,27 @@ def merge(*states: Any) -> tuple[Any, Any]:
     """
     if len(states) < 4 or len(states) % 2:
         raise ShapeError(f"merge: expected out_a, lse_a, out_b, lse_b, ..., got {len(states)} arrays")
+    if all(isinstance(state, DeviceArray) for state in states):
+        from . import device_ops
+
+        _check_shapes(states[::2], states[1::2])
+        return device_ops.merge(list(zip(states[::2], states[1::2], strict=True)))
     outs = [_check_state(state, f"out {i}") for i, state in enumerate(states[::2])]
     lses = [_check_state(state, f"lse {i}") for i, state in enumerate(states[1::2])]
+    _check_shapes(outs, lses)
+    lses = [lse.astype(np.float32) for lse in lses]
+    out, lse = merge_states(outs, lses)
+    return as_kind(out.astype(outs[0].dtype), states[0]), as_kind(lse, states[0])
+
+
+def _check_shapes(outs: Sequence[Any], lses: Sequence[Any]) -> None:
+    """Check that all outputs have one shape, and that it goes with that of every LSE."""
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if out.ndim == 0 or out.shape != outs[0].shape or lse.shape != outs[0].shape[:-1]:
             raise ShapeError(
                 f"merge: expected out [..., d_v] and lse [...] of one shape in every state, "
                 f"got {out.shape} and {lse.shape} in state {i}"
             )
-    lses = [lse.astype(np.float32) for lse in lses]
-    out, lse = merge_states(outs, lses)
-    return as_kind(out.astype(outs[0].dtype), states[0]), as_kind(lse, states[0])
 
 
 def to_natural(lse: Any) -> Any:

@@ -10,7 +10,7 @@ from devices import each_target, on
 from helpers import attend, rng
 
 import treeattn as ta
-from treeattn import api
+from treeattn import api, reference
 from treeattn.errors import UnsupportedError
 from treeattn.schedules.gpu import TILES
 from treeattn.testing import assert_within_budget, make_case
@@ -125,7 +125,7 @@ def test_nan_and_infinities_that_nobody_sees(target):
     """In keys and values of a sibling, in a partial block and a split tile."""
     tree = ta.TokenTree.from_parents([-1, 0, 0, 1, 2])
     case = make_case(rng(), trees=[tree], contexts=[130])
-    k, v = (np.array(part, np.float32) for part in ta.reference.gather(case.kv, 0))
+    k, v = (np.array(part, np.float32) for part in reference.gather(case.kv, 0))
     clean = ta.RaggedKV(k.copy(), v.copy(), [0, len(k)])
     for column, bad in ((132, np.nan), (134, np.inf)):  # node 2 and its child, which nodes 1 and 3 do not see
         k[column], v[column] = bad, bad
