@@ -16,6 +16,9 @@ from export_case import example_case, example_result
 from helpers import assert_same, attend, plan_of, rng
 
 import treeattn as ta
+from treeattn.ahead.compiled import compile_spec
+from treeattn.ahead.describe import read_spec
+from treeattn.ahead.export import export
 from treeattn.testing import assert_within_budget, make_case
 
 pytestmark = pytest.mark.skipif(
@@ -211,3 +214,23 @@ def test_c_example(tmp_path):
     done = subprocess.run([folder / "main", folder / "out"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_within_budget(*example_result(folder / "out"), example_case())
+
+
+def test_kernels_of_one_library_and_other_machines(tmp_path):
+    """Kernels by name in one library; for another processor, an object alone."""
+    specs = [{"d_qk": 8, "q_dtype": dtype, "mask": "full"} for dtype in ("float16", "bfloat16")]
+    kernels = [
+        compile_spec(read_spec(spec), "llvm", name=name) for spec, name in zip(specs, ("one", "two"), strict=True)
+    ]
+    folder = export(kernels, tmp_path / "here").parent
+    library = ctypes.CDLL(str(folder / "libtreeattn.so"))
+    assert library.treeattn_one
+    assert library.treeattn_two
+    header = (folder / "treeattn.h").read_text()
+    assert "#define TREEATTN_TWO_ROWS" in header
+    assert "const void *q; /* float16 or bfloat16" in header
+    foreign = ta.compile(specs[0], "llvm-neon").export(tmp_path / "there").parent
+    assert {path.name for path in foreign.iterdir()} == {
+        "attention.ll", "attention.o", "manifest.json", "treeattn.c", "treeattn.h",
+    }  # fmt: skip
+    assert (foreign / "attention.o").read_bytes()[18:20] == b"\xb7\x00"  # AArch64 in an ELF header
