@@ -191,7 +191,7 @@ class GpuTraits:
         """Return the target in TVM's form."""
         target: dict[str, Any] = {"kind": self.kind, "max_num_threads": self.threads}
         if self.arch:
-            target["mcpu" if self.kind == "rocm" else "arch"] = self.arch
+            target[ARCHS[self.kind][0]] = self.arch
         return target
 
 

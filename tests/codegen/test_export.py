@@ -124,6 +124,15 @@ def test_blocks_and_shared_memory(exports):
         assert merge["launch"]["num_blocks"] == "num_merges"
 
 
+def test_assembly_names_a_target_that_assemblers_know(exports):
+    """``clang --target=amdgcn-amd-amdhsa -mcpu=gfx90a`` compares its own with both."""
+    for folder in exports:
+        manifest = read(folder)["target"]
+        if manifest["kind"] == "rocm":
+            for _, text in functions(folder):
+                assert re.findall(r"amdgcn-amd-\S+?(?=\"|\n)", text) == [f"amdgcn-amd-amdhsa--{manifest['mcpu']}"] * 2
+
+
 def test_manifest_repeats_the_spec(exports):
     for folder, spec in zip(exports, SPECS, strict=True):
         manifest = read(folder)

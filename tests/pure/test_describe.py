@@ -85,7 +85,7 @@ def test_missing_keys_are_named(missing):
         read_spec({key: value for key, value in BASE.items() if key != missing})
 
 
-@pytest.mark.parametrize("description", [None, 3, "tree", [BASE]])
+@pytest.mark.parametrize("description", [None, 3, [BASE]])
 def test_no_description(description):
     with pytest.raises(DTypeError, match="spec: expected a dict"):
         read_spec(description)
@@ -95,6 +95,7 @@ def test_files(tmp_path):
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(BASE))
     assert load_description(path) == BASE
+    assert read_spec(path) == read_spec(str(path)) == read_spec(json.dumps(BASE)) == read_spec(BASE)
     for content in ("{", "[" * 100_000, "\xff"):
         path.write_text(content, encoding="latin-1")
         with pytest.raises(ShapeError, match="expected a JSON object"):

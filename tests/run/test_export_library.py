@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,9 @@ from export_case import example_case, example_result
 from helpers import assert_same, attend, plan_of, rng
 
 import treeattn as ta
+from treeattn.ahead.compiled import compile_spec
+from treeattn.ahead.describe import read_spec
+from treeattn.ahead.export import export
 from treeattn.testing import assert_within_budget, make_case
 
 pytestmark = pytest.mark.skipif(
@@ -23,11 +27,18 @@ pytestmark = pytest.mark.skipif(
 )
 SPEC = {"d_qk": 16, "q_dtype": "float32", "mask": "tree & (window | sink)"}
 MASK = "tree&(window|sink)"
+ROPE = ta.Rope(theta=500.0, style="gptj", rotary_dim=8)
+PARTS = {
+    "d_qk": 16,
+    "q_dtype": "float32",
+    "mask": "causal",
+    "rope": {"style": "gptj", "rotary_dim": 8},
+} | dict.fromkeys(("softcap", "alibi", "sink_logits"), True)
 CTYPES = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 
 
 class Library:
-    """An export of SPEC, loaded by ctypes."""
+    """An export, loaded by ctypes."""
 
     def __init__(self, folder):
         self.folder, self.manifest = folder, json.loads((folder / "manifest.json").read_text())
@@ -55,25 +66,24 @@ class Library:
             "row_bounds": np.zeros(threads * len(self.kernel["leaves"]) * max(tile["rows"], 8), np.int32),
         }  # fmt: skip
         page, _, head, slot, _ = (step // 4 for step in pages.strides)
-        heads = q.shape[1]
+        heads, cap = q.shape[1], case.parts.get("softcap", 1.0) * np.log2(np.e)
         scalars = plan["scalars"] | {
-            "threads": threads, "page_size": pages.shape[3], "sm_scale": 16**-0.5, "cap_limit": 1, "cap_inverse": 1,
-            "group": heads // pages.shape[2], "lse_token": heads,
+            "threads": threads, "page_size": pages.shape[3], "group": heads // pages.shape[2], "lse_token": heads,
+            "sm_scale": 16**-0.5, "cap_limit": cap, "cap_inverse": 1 / cap,
             **{f"{x}_token": heads * 16 for x in ("q", "out")}, **{f"{x}_head": 16 for x in ("q", "out")},
             **{f"{x}_page": page for x in "kv"}, **{f"{x}_slot": slot for x in "kv"},
             **{f"{x}_head": head for x in "kv"},
         }  # fmt: skip
         values = {name: array.ctypes.data for name, array in arrays.items()} | scalars
-        needed = {a["name"] for a in self.arguments} - {"rope_low", "rope_high", "alibi", "sink_logits", "positions"}
-        assert needed <= set(values)  # the others are read only with parts that the spec has not
-        assert self.entry(ctypes.byref(self.struct(**{x: v for x, v in values.items() if x in needed}))) == 0
+        optional = {"rope_low", "rope_high", "alibi", "sink_logits", "positions"}  # read only with their parts
+        assert {a["name"] for a in self.arguments} - optional <= set(values)
+        assert self.entry(ctypes.byref(self.struct(**values))) == 0
         return out, lse
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("library")
-    return Library(ta.compile(SPEC).export(folder, force=True).parent)
+    return Library(ta.compile(SPEC).export(tmp_path_factory.mktemp("library")).parent)
 
 
 LENGTHS = [(1, 90), (3, 90), (7, 40), (60, 130), (0, 4), (2, 2), (30, 300)]
@@ -101,22 +111,27 @@ def test_results_are_those_of_the_package(library, threads):
 
 def defined_plan(library, case, threads):
     """A plan by the definitions of the manifest, in loops: one span for all columns, items in turns to threads."""
-    tile, kv, trees = library.kernel["tile"], case.kv, case.mask.trees
-    window, sink = (leaf.size for leaf in list(case.mask.leaves())[1:])
+    tile, kv = library.kernel["tile"], case.kv
+    sizes = [getattr(leaf, "size", None) for leaf in case.mask.leaves()]
     group, q_total = case.q.shape[1] // kv.pages.shape[2], len(case.q)
     stride = q_total + 8
     seqs, spans, nodes, items = [], [], [], [[] for _ in range(threads)]
-    bounds = np.zeros((3, stride), np.int32)
-    for b, tree in enumerate(trees):
+    bounds, positions = np.zeros((len(sizes), stride), np.int32), np.zeros(q_total, np.int32)
+    for b in range(case.num_seqs):
         q_begin, q_len = int(case.q_indptr[b]), int(case.q_indptr[b + 1] - case.q_indptr[b])
         num_pages = int(kv.page_indptr[b + 1] - kv.page_indptr[b])
         kv_len = (num_pages - 1) * kv.pages.shape[3] + int(kv.last_page_len[b]) if num_pages else 0
-        prefix_len = kv_len - tree.num_nodes
+        own = walk(case.mask.trees[b].parents) if case.mask.trees else []
+        prefix_len = kv_len - len(own)
         seqs.append([q_begin, kv.page_indptr[b], prefix_len, len(nodes), 0, 0, 0, 0])
-        own = walk(tree.parents)
         for i in range(q_len):
-            enter, _, depth = own[tree.num_nodes - q_len + i]
-            bounds[:, q_begin + i] = enter, prefix_len + depth - window + 1, sink
+            enter, _, depth = own[len(own) - q_len + i] if own else (0, 0, 0)
+            position = prefix_len + depth if own else kv_len - q_len + i
+            for k, size in enumerate(sizes):
+                leaf = library.kernel["leaves"][k]["mask"]
+                known = {"tree": enter, "causal": kv_len - q_len + i + 1, "sink": size}
+                bounds[k, q_begin + i] = position - size + 1 if leaf == "window" else known[leaf]
+            positions[q_begin + i] = position
         nodes += own
         for head in range(kv.pages.shape[2]):
             for begin in range(0, q_len * group, tile["rows"]):
@@ -129,9 +144,21 @@ def defined_plan(library, case, threads):
     arrays = {
         "items": [item for own in items for item in own], "item_indptr": np.cumsum([0, *counts]), "seqs": seqs,
         "spans": [*spans, [0, 0, 0]], "page_ids": kv.page_ids, "bounds": bounds, "nodes": nodes,
+        "positions": positions,
     }  # fmt: skip
     arrays = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
-    return {"arrays": arrays, "scalars": {"bounds_stride": stride}}
+    return {"arrays": arrays | defined_tables(case), "scalars": {"bounds_stride": stride}}
+
+
+def defined_tables(case):
+    """The float arrays of a plan, by the definitions of the manifest."""
+    tables = {name: np.asarray(case.parts[name], np.float32) for name in ("alibi", "sink_logits") if name in case.parts}
+    if rope := case.parts.get("rope"):
+        inv_freq = rope.theta ** (-np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim)
+        for name, step, rows in (("rope_low", 1, 1024), ("rope_high", 1024, 2)):
+            angles = step * np.arange(rows)[:, None] * inv_freq
+            tables[name] = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    return tables
 
 
 def walk(parents):
@@ -156,6 +183,17 @@ def walk(parents):
 def test_definitions_of_the_manifest_are_enough(library, threads):
     for case in cases():
         assert_within_budget(*library.run(case, defined_plan(library, case, threads), threads), case)
+
+
+def test_definitions_of_every_part_are_enough(tmp_path):
+    """Rotation past the first 1024 positions, a cap, slopes and sinks."""
+    library = Library(ta.compile(PARTS).export(tmp_path / "parts").parent)
+    case = make_case(
+        rng(), mask="causal", d_qk=16, lengths=[(1, 1100), (5, 9), (40, 61), (0, 3)], q_heads=6, logit_scale=20.0
+    )
+    parts = {"rope": ROPE, "softcap": 9.0, "alibi": 2.0 ** -np.arange(6), "sink_logits": np.linspace(-2, 2, 6)}
+    case = replace(case, parts=parts)
+    assert_within_budget(*library.run(case, defined_plan(library, case, 2), 2), case)
 
 
 def test_a_wrong_plan_is_noticed(library):
@@ -211,3 +249,23 @@ def test_c_example(tmp_path):
     done = subprocess.run([folder / "main", folder / "out"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_within_budget(*example_result(folder / "out"), example_case())
+
+
+def test_kernels_of_one_library_and_other_machines(tmp_path):
+    """Kernels by name in one library; for another processor, an object alone."""
+    specs = [{"d_qk": 8, "q_dtype": dtype, "mask": "full"} for dtype in ("float16", "bfloat16")]
+    kernels = [
+        compile_spec(read_spec(spec), "llvm", name=name) for spec, name in zip(specs, ("one", "two"), strict=True)
+    ]
+    folder = export(kernels, tmp_path / "here").parent
+    library = ctypes.CDLL(str(folder / "libtreeattn.so"))
+    assert library.treeattn_one
+    assert library.treeattn_two
+    header = (folder / "treeattn.h").read_text()
+    assert "#define TREEATTN_TWO_ROWS" in header
+    assert "const void *q; /* float16 or bfloat16" in header
+    foreign = ta.compile(specs[0], "llvm-neon").export(tmp_path / "there").parent
+    assert {path.name for path in foreign.iterdir()} == {
+        "attention.ll", "attention.o", "manifest.json", "treeattn.c", "treeattn.h",
+    }  # fmt: skip
+    assert (foreign / "attention.o").read_bytes()[18:20] == b"\xb7\x00"  # AArch64 in an ELF header

@@ -104,10 +104,10 @@ static int call(kernel *function, const treeattn_arguments *a) {{
 
 def header(kernels: list[dict[str, Any]]) -> str:
     """Return ``treeattn.h`` for the entries of a manifest, which share the struct of arguments."""
-    arguments = kernels[0]["functions"]["attention"]["arguments"]
+    each = zip(*(kernel["functions"]["attention"]["arguments"] for kernel in kernels), strict=True)
     return HEADER.format(
         constants="\n".join(line for kernel in kernels for line in _constants(kernel)),
-        fields="\n".join(_field(argument) for argument in arguments),
+        fields="\n".join(map(_field, each)),
         prototypes="\n".join(f"int {_entry(kernel)}(const treeattn_arguments *arguments);" for kernel in kernels),
     )
 
@@ -143,12 +143,14 @@ def _constants(kernel: dict[str, Any]) -> list[str]:
     return [f"#define {prefix}_{name.upper()} {value}" for name, value in values.items()]
 
 
-def _field(argument: dict[str, Any]) -> str:
+def _field(same: tuple[dict[str, Any], ...]) -> str:
+    """Declare an argument, as each kernel describes it: their dtypes may differ."""
+    argument, dtypes = same[0], list(dict.fromkeys(each["dtype"] for each in same))
     if argument["kind"] == "scalar":
         return f"  {C_TYPES[argument['dtype']]} {argument['name']}; /* {argument['meaning']} */"
     const = "" if argument["access"] == "read_write" else "const "
-    element = C_TYPES.get(argument["dtype"], "void")
-    return f"  {const}{element} *{argument['name']}; /* {argument['dtype']} [{argument['shape']}] */"
+    element = C_TYPES.get(dtypes[0], "void") if len(dtypes) == 1 else "void"
+    return f"  {const}{element} *{argument['name']}; /* {' or '.join(dtypes)} [{argument['shape']}] */"
 
 
 def _value(argument: dict[str, Any]) -> str:

@@ -93,9 +93,10 @@ def compile(spec: Any, target: Any = "llvm", *, rows: int | None = None, layer: 
 
     Parameters
     ----------
-    spec : dict, ModelSpec or KernelSpec
-        What it computes: a description (`treeattn.ahead.describe.read_spec` has its keys), such as ``{"d_qk": 128,
-        "q_dtype": "float16", "mask": "tree & (window | sink)"}``, or a model from `treeattn.spec_from_hf_config`.
+    spec : dict, str, Path, ModelSpec or KernelSpec
+        What it computes: a description (`treeattn.ahead.describe.read_spec` has its keys; JSON text or a file will
+        do), such as ``{"d_qk": 128, "q_dtype": "float16", "mask": "tree & (window | sink)"}``, or a model from
+        `treeattn.spec_from_hf_config`.
     target : str or dict
         ``"llvm"``, ``"cuda"``, ``"opencl"``, ``"webgpu"``, ``"metal"``, ``"rocm"``, a name of
         `treeattn.targets.KNOWN`, or TVM's form, such as ``{"kind": "cuda", "arch": "sm_90a"}``. It need not be at hand.

@@ -46,11 +46,11 @@ def read_spec(description: Any) -> KernelSpec:
 
     Parameters
     ----------
-    description : dict or KernelSpec
-        ``d_qk``, ``q_dtype`` and ``mask`` (names of `MASKS`, joined by ``&``, ``|`` and parentheses) must be there;
-        ``d_v`` is ``d_qk`` and ``kv_dtype`` is ``q_dtype`` by default. ``rope`` is null, or ``{"style": "neox" or
-        "gptj", "rotary_dim": n}`` for keys that lie unrotated; ``softcap``, ``alibi``, ``sink_logits``, ``shared``
-        and ``moved`` are true or false (`KernelSpec` says what they mean).
+    description : dict, str, Path or KernelSpec
+        A dict, the path of a JSON file, or JSON text. ``d_qk``, ``q_dtype`` and ``mask`` (names of `MASKS`, joined
+        by ``&``, ``|`` and parentheses) must be there; ``d_v`` is ``d_qk`` and ``kv_dtype`` is ``q_dtype`` by default.
+        ``rope`` is null, or ``{"style": "neox" or "gptj", "rotary_dim": n}`` for keys that lie unrotated; ``softcap``,
+        ``alibi``, ``sink_logits``, ``shared`` and ``moved`` are true or false (`KernelSpec` says what they mean).
 
     Raises
     ------
@@ -59,6 +59,8 @@ def read_spec(description: Any) -> KernelSpec:
     """
     if isinstance(description, KernelSpec):
         return description
+    if isinstance(description, str | Path):
+        description = load_description(description)
     if not isinstance(description, Mapping):
         raise DTypeError(f"spec: expected a dict, a ModelSpec or a KernelSpec, got {type(description).__name__}")
     unknown = [str(key) for key in description if key not in KEYS]
@@ -83,18 +85,19 @@ def read_spec(description: Any) -> KernelSpec:
     )  # fmt: skip
 
 
-def load_description(path: Path) -> Any:
-    """Read a description from a JSON file.
+def load_description(source: str | Path) -> Any:
+    """Read a description from JSON text, which begins with a brace, or from a file of it.
 
     Raises
     ------
     ShapeError
-        The file is no JSON.
+        No JSON.
     """
+    is_text = isinstance(source, str) and source.lstrip().startswith("{")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(str(source) if is_text else Path(source).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ShapeError(f"spec: expected a JSON object, got {path}: {error}") from None
+        raise ShapeError(f"spec: expected a JSON object, got {source!s:.80}: {error}") from None
 
 
 def describe(spec: KernelSpec) -> dict[str, Any]:

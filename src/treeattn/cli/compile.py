@@ -66,14 +66,14 @@ def _kernels(
     target: Any, spec_file: Path | None, hf_config: Path | None, rows: int | None, **options: Any
 ) -> list[CompiledKernel]:
     from ..ahead.compiled import compile_spec, kernel_names
-    from ..ahead.describe import load_description, read_spec, specs_of_model
+    from ..ahead.describe import read_spec, specs_of_model
     from ..hf import spec_from_hf_config
     from ..targets import code_target
     from .terminal import progress
 
     traits = code_target(target)
     if spec_file is not None:
-        return [compile_spec(read_spec(load_description(spec_file)), traits, rows=rows)]
+        return [compile_spec(read_spec(spec_file), traits, rows=rows)]
     specs = specs_of_model(spec_from_hf_config(hf_config), **options)  # type: ignore[arg-type]
     named = zip(kernel_names(specs), specs.items(), strict=True)
     return [

@@ -73,6 +73,8 @@ def generate(function: PrimFunc, threads: int, target: dict[str, Any], dynamic_b
         )
     if kind == "webgpu":  # TVM lists its shaders one after another, under a rule
         text = text.rpartition("//----------------------------------------\n")[2]
+    if kind == "rocm":  # TVM's triple has an environment that assemblers do not know
+        text = text.replace("amdgcn-amd-amdhsa-hcc-", "amdgcn-amd-amdhsa--")
     parameters = [(str(p.name), p.ty) for p in module[name].params]
     pointers = [label for label, ty in parameters if isinstance(ty, tvm.ir.PointerType)]
     scalars = [(label, str(ty.dtype)) for label, ty in parameters if not isinstance(ty, tvm.ir.PointerType)]
