@@ -90,7 +90,7 @@ def make_device_work(
 
 
 def split(visits: Visits, columns: int, blocks: int) -> tuple[Visits, IntArray]:
-    """Split the columns of tiles in parts so that there are about ``blocks`` of them, cut at multiples of ``columns``.
+    """Split the columns of tiles in even parts, about ``blocks`` in all, cut at multiples of ``columns``.
 
     Returns
     -------
@@ -99,14 +99,16 @@ def split(visits: Visits, columns: int, blocks: int) -> tuple[Visits, IntArray]:
     of_tile : int32 ``[num_parts]``
         The tile of each; one that visits nothing has one part.
     """
-    num_tiles = len(visits.columns)
-    share = int(visits.columns.sum()) // max(blocks, 1)
-    size = max(-(-share // columns), LEAST_BLOCKS) * columns
-    if num_tiles >= blocks:
-        size = max(size, int(visits.columns.max(initial=0)) + 1)
-    parts = np.maximum(-(-visits.columns // size), 1)
+    num_tiles, visited = len(visits.columns), visits.columns.astype(np.int64)
+    share = max(int(visited.sum()) // max(blocks, 1), LEAST_BLOCKS * columns)
+    wanted = np.maximum(
+        (2 * visited + share) // (2 * share), 1
+    )  # a tile of less than one and a half shares stays whole
+    sizes = np.maximum(-(-visited // (wanted * columns)), 1) * columns
+    parts = np.maximum(-(-visited // sizes), 1)
     first_part = np.cumsum(parts) - parts
     tile = np.repeat(np.arange(num_tiles), np.diff(visits.indptr))
+    size = sizes[tile]
     begin, end, full = visits.spans.astype(np.int64).T
     length = end - begin
     before = np.cumsum(length) - length
@@ -116,13 +118,13 @@ def split(visits: Visits, columns: int, blocks: int) -> tuple[Visits, IntArray]:
     span = np.repeat(np.arange(len(length)), count)
     part = first[span] + np.arange(len(span)) - np.repeat(np.cumsum(count) - count, count)
     shift = begin[span] - before[span]
-    cut_begin = np.maximum(part * size, before[span]) + shift
-    cut_end = np.minimum((part + 1) * size, (before + length)[span]) + shift
+    cut_begin = np.maximum(part * size[span], before[span]) + shift
+    cut_end = np.minimum((part + 1) * size[span], (before + length)[span]) + shift
     owner = first_part[tile[span]] + part
     spans = np.stack([cut_begin, cut_end, full[span]], axis=1).astype(np.int32)
     indptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=int(parts.sum())))]).astype(np.int32)
-    visited = np.bincount(owner, weights=cut_end - cut_begin, minlength=int(parts.sum())).astype(np.int32)
-    return Visits(spans, indptr, visited), np.repeat(np.arange(num_tiles, dtype=np.int32), parts)
+    columns_of = np.bincount(owner, weights=cut_end - cut_begin, minlength=int(parts.sum())).astype(np.int32)
+    return Visits(spans, indptr, columns_of), np.repeat(np.arange(num_tiles, dtype=np.int32), parts)
 
 
 def _items(tiles: Tiles, parts: Visits, of_tile: IntArray, kv_heads: int) -> tuple[IntArray, IntArray]:

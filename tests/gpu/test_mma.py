@@ -213,3 +213,8 @@ def test_older_gpus_and_small_ones():
     assert isinstance(choose(spec(), old, 4), GpuTile)
     small = replace(GPUS["cuda"], arch="sm_86")
     assert any("bytes of shared memory" in why for why in MmaTile(columns=128).legal(spec(), small))
+
+
+def test_the_choice_leaves_registers_for_the_rest():
+    """On a GPU with much shared memory too, where larger tiles would fit."""
+    assert choose(spec(d_qk=256, d_v=256), replace(GPUS["cuda"], arch="sm_90a"), 4) == MmaTile(columns=32)

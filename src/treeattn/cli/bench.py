@@ -33,6 +33,11 @@ QUICK, THOROUGH = (0.5, 4), (4.0, 20)  # seconds and rounds a measurement
 @click.option("--quick", is_flag=True, help="Fewer samples: a look, not a figure to quote.")
 @click.option("--as-is", is_flag=True, help="Leave OpenMP's settings alone, so that its workers may spin.")
 @click.option("--list", "only_list", is_flag=True, help="List the workloads.")
+@click.option("--target", type=click.Choice(["llvm", "cuda"]), default="llvm", help="cuda: with --estimate only.")
+@click.option(
+    "--estimate", is_flag=True, help="Do not measure: what a GPU must take, from the plan and its data sheet."
+)
+@click.option("--gpu", default="h200", type=click.Choice(["h200", "h100", "a100"]), help="The GPU of --estimate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON records, one for each candidate.")
 def command(
     *,
@@ -45,6 +50,9 @@ def command(
     quick: bool,
     as_is: bool,
     only_list: bool,
+    target: str,
+    estimate: bool,
+    gpu: str,
     as_json: bool,
 ) -> int:
     """Time workloads in turns with an sgemm, a memory read and rivals, each checked before it is timed.
@@ -61,6 +69,13 @@ def command(
     chosen = workloads.select(patterns)
     if only_list:
         click.echo("\n".join(map(_describe, chosen)))
+        return 0
+    if estimate != (target == "cuda"):
+        raise click.UsageError(
+            "expected --target cuda and --estimate together; CUDA is timed by benchmarks/cuda_check.py"
+        )
+    if estimate:
+        _estimate(chosen, dtypes, gpu, as_json)
         return 0
     try:
         named = None if against is None else rivals.resolve(against.split(","))
@@ -98,6 +113,19 @@ def _measure(
         except AssertionError as error:
             wrong.append(f"{work.name} {dtype}: {error}")
     return results, wrong
+
+
+def _estimate(chosen: Sequence[Workload], dtypes: Sequence[str], gpu: str, as_json: bool) -> None:
+    from ..bench import estimate
+    from ..bench.workloads import HALF_DTYPES
+    from .terminal import console
+
+    wanted = dtypes or HALF_DTYPES[:1]
+    found = [estimate.estimate(work, dtype, estimate.KNOWN[gpu]) for work in chosen for dtype in wanted]
+    if as_json:
+        click.echo(json.dumps({"estimates": estimate.records(found)}))
+    else:
+        console().print(estimate.table(found))
 
 
 def _describe(work: Workload) -> str:

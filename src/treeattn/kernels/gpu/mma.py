@@ -482,16 +482,17 @@ class RowTile:
         """Store sums, maximum and denominator of each row."""
         d, index = self.spec.d_v, self.args.index
         for i in ROWS:
-            row = let(wide(self.tile.kind * self.config.rows + self._row(i), index))
-            at = let(row * wide(d + STATE_FIELDS, index))
+            row = let(self._row(i))
+            at = let(wide(self.tile.kind * self.config.rows + row, index) * wide(d + STATE_FIELDS, index))
 
             def store(dim: Expr, value: Expr, at: Expr = at) -> None:
                 put(self.args.partial, at + wide(dim, index), value)
 
-            self._each_sum(i, store)
-            with when(self.place == 0):
-                put(self.args.partial, at + wide(d, index), self.maximum[i])
-                put(self.args.partial, at + wide(d + 1, index), self.denominator[i])
+            with when(row < self.tile.num_rows):
+                self._each_sum(i, store)
+                with when(self.place == 0):
+                    put(self.args.partial, at + wide(d, index), self.maximum[i])
+                    put(self.args.partial, at + wide(d + 1, index), self.denominator[i])
 
     def _each_sum(self, i: int, store: Callable[[Expr, Expr], None]) -> None:
         with unrolled(self.spec.d_v // 8) as j:
