@@ -101,9 +101,7 @@ def split(visits: Visits, columns: int, blocks: int) -> tuple[Visits, IntArray]:
     """
     num_tiles, visited = len(visits.columns), visits.columns.astype(np.int64)
     share = max(int(visited.sum()) // max(blocks, 1), LEAST_BLOCKS * columns)
-    wanted = np.maximum(
-        (2 * visited + share) // (2 * share), 1
-    )  # a tile of less than one and a half shares stays whole
+    wanted = np.maximum((2 * visited + share) // (2 * share), 1)  # less than 1.5 shares stay whole
     sizes = np.maximum(-(-visited // (wanted * columns)), 1) * columns
     parts = np.maximum(-(-visited // sizes), 1)
     first_part = np.cumsum(parts) - parts

@@ -49,7 +49,7 @@ def test_trees_of_64_nodes_come_near_the_limit(batch, context):
 
 
 def test_what_tensor_cores_do_not_serve_is_refused():
-    with pytest.raises(UnsupportedError, match="not for tensor cores .*float32"):
+    with pytest.raises(UnsupportedError, match=r"not for tensor cores .*float32"):
         estimate.estimate(VERIFY, "float32", H200)
 
 

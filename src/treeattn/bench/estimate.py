@@ -197,18 +197,11 @@ def table(estimates: list[Estimate]) -> Table:
         f"{gpu.multiprocessors} multiprocessors ({gpu.source})"
     )
     shown = Table("workload", "dtype", "tile", title=title, title_justify="left")
-    for name in (
-        "items",
-        "blocks/SM",
-        "memory MB",
-        "L2 MB",
-        "mma",
-        "memory us",
-        "mma us",
-        "estimate us",
-        "limit us",
-        "x",
-    ):
+    counted, timed = (
+        ("items", "blocks/SM", "memory MB", "L2 MB", "mma"),
+        ("memory us", "mma us", "estimate us", "limit us"),
+    )
+    for name in (*counted, *timed, "x"):
         shown.add_column(name, justify="right")
     for row in estimates:
         shown.add_row(

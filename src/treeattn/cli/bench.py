@@ -34,9 +34,7 @@ QUICK, THOROUGH = (0.5, 4), (4.0, 20)  # seconds and rounds a measurement
 @click.option("--as-is", is_flag=True, help="Leave OpenMP's settings alone, so that its workers may spin.")
 @click.option("--list", "only_list", is_flag=True, help="List the workloads.")
 @click.option("--target", type=click.Choice(["llvm", "cuda"]), default="llvm", help="cuda: with --estimate only.")
-@click.option(
-    "--estimate", is_flag=True, help="Do not measure: what a GPU must take, from the plan and its data sheet."
-)
+@click.option("--estimate", is_flag=True, help="Not measured: what a GPU must take, by plan and data sheet.")
 @click.option("--gpu", default="h200", type=click.Choice(["h200", "h100", "a100"]), help="The GPU of --estimate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON records, one for each candidate.")
 def command(
@@ -72,7 +70,7 @@ def command(
         return 0
     if estimate != (target == "cuda"):
         raise click.UsageError(
-            "expected --target cuda and --estimate together; CUDA is timed by benchmarks/cuda_check.py"
+            "--target cuda needs --estimate, and the other way round; benchmarks/cuda_check.py times it"
         )
     if estimate:
         _estimate(chosen, dtypes, gpu, as_json)

@@ -11,6 +11,7 @@ CHUNK = 8  # elements of 16 bits that are copied at once, and by which rows in s
 ELEMENT = 2  # bytes
 WARP, WARP_ROWS = 32, 16
 MOST_KEPT = 128  # dims of queries that registers hold beside everything else
+MOST_FRAGMENTS = 160  # registers of a thread; with more, the rest spills
 DTYPES = ("float16", "bfloat16")
 
 
@@ -52,6 +53,10 @@ class MmaTile:
         keys, values = (self.columns * (d + CHUNK) for d in (spec.d_qk, spec.d_v))
         return keys if self.keeps_query(spec) else 2 * (keys + values)
 
+    def fragments(self, spec: KernelSpec) -> int:
+        """Registers of a thread that hold sums, scores, weights and queries."""
+        return spec.d_v // 2 + self.columns // 2 + self.columns // 4 + self.query_words(spec)
+
     def stage_elements(self, spec: KernelSpec) -> int:
         """Elements of dynamic shared memory: two blocks of keys and values, and queries that are not kept."""
         blocks = 2 * self.columns * (spec.d_qk + spec.d_v + 2 * CHUNK)
@@ -79,6 +84,7 @@ class MmaTile:
             "values are parts of keys (MLA)": spec.shared,
             f"{self.columns} columns are no multiple of 16 up to {self.threads}, one a thread": self.columns % 16
             or self.columns > self.threads,
+            f"{self.fragments(spec)} registers of fragments of {MOST_FRAGMENTS}": self.fragments(spec) > MOST_FRAGMENTS,
             f"{needed} bytes of shared memory of {traits.dynamic_bytes}": needed > traits.dynamic_bytes,
         }
         return [reason for reason, broken in rules.items() if broken]
