@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import IntArray
-from .masks import Batch, Mask
-from .planner import Tiles, Visits, describe_seqs, even_rows, find_visits
+from .masks import Batch, Form, Mask
+from .planner import Tiles, Visits, bound_range, describe_seqs, even_rows, find_visits, token_range
 from .schedules.gpu import AnyTile
 from .storage import PageTable
 
@@ -66,7 +66,7 @@ def make_device_work(
     seq, row_begin, num_rows = even_rows(batch.q_len * group, tile.rows)
     tiles = Tiles(np.full_like(seq, -1), seq, row_begin, num_rows)
     bounds = mask.bounds(batch, spare=1)
-    whole = find_visits(batch, mask, bounds, tiles, group)
+    whole = drop_unseen(find_visits(batch, mask, bounds, tiles, group), batch, mask, bounds, tiles, group, tile.columns)
     visits, of_tile = split(whole, tile.columns, -(-blocks // kv_heads))
     items, merges = _items(tiles, visits, of_tile, kv_heads)
     parts = {
@@ -87,6 +87,48 @@ def make_device_work(
     }
     last = batch.last_position if positions else 0
     return DeviceWork(parts, values, int(items[:, 0].max(initial=-1)) + 1, last)
+
+
+def drop_unseen(
+    visits: Visits, batch: Batch, mask: Mask, bounds: IntArray, tiles: Tiles, group: int, columns: int
+) -> Visits:
+    """Leave out blocks of nodes that no row of a tile sees: of a large tree, most are in other branches.
+
+    A node is seen by a row within its interval, so one whose interval misses all of a tile's rows is not.
+    """
+    leaf = _required_tree(mask.form)
+    if leaf is None or len(visits.spans) == 0 or int(np.diff(batch.node_indptr).max(initial=0)) <= columns:
+        return visits
+    begin, end, full = visits.spans.astype(np.int64).T
+    tile = np.repeat(np.arange(len(visits.columns)), np.diff(visits.indptr))
+    prefix_len = batch.prefix_len[tiles.seq[tile]]
+    can_miss = (begin >= prefix_len) & (full == 0)
+    count = np.where(can_miss, -(-(end - begin) // columns), 1)
+    span = np.repeat(np.arange(len(begin)), count)
+    part = np.arange(len(span)) - np.repeat(np.cumsum(count) - count, count)
+    first = begin[span] + part * columns
+    last = np.where(can_miss[span], np.minimum(first + columns, end[span]), end[span])
+    low, high = bound_range(bounds[leaf : leaf + 1], *token_range(batch, tiles, group))
+    seen = ~can_miss[span]
+    tested = np.flatnonzero(can_miss[span])
+    of = tile[span[tested]]
+    node = np.minimum(first[tested, None] + np.arange(columns), last[tested, None] - 1)
+    node += (batch.node_indptr[tiles.seq[of]] - batch.prefix_len[tiles.seq[of]])[:, None]
+    enter, leave, _ = np.moveaxis(batch.nodes[node], -1, 0)
+    seen[tested] = ((enter <= high[0, of, None]) & (leave > low[0, of, None])).any(axis=1)
+    spans = np.stack([first, last, full[span]], axis=1)[seen].astype(np.int32)
+    owner, num_tiles = tile[span[seen]], len(visits.columns)
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_tiles))]).astype(np.int32)
+    visited = np.bincount(owner, weights=spans[:, 1] - spans[:, 0], minlength=num_tiles).astype(np.int32)
+    return Visits(spans, indptr, visited)
+
+
+def _required_tree(form: Form) -> int | None:
+    """Return the index of the tree's bounds if nothing is seen that the tree hides."""
+    if form[0] == "&":
+        left = _required_tree(form[1])
+        return _required_tree(form[2]) if left is None else left
+    return form[1] if form[0] == "tree" else None
 
 
 def split(visits: Visits, columns: int, blocks: int) -> tuple[Visits, IntArray]:

@@ -136,8 +136,8 @@ class Visits:
 
 def find_visits(batch: Batch, mask: Mask, bounds: IntArray, tiles: Tiles, group: int) -> Visits:
     """Find the spans of columns that each tile must visit, from the bounds of its rows."""
-    first, last = _token_range(batch, tiles, group)
-    low, high = _bound_range(bounds, first, last)
+    first, last = token_range(batch, tiles, group)
+    low, high = bound_range(bounds, first, last)
     for k, leaf in enumerate(mask.leaves()):
         if leaf.test.startswith("pos"):
             low[k], high[k] = (batch.column_of(bound[k], tiles.seq) for bound in (low, high))
@@ -170,12 +170,13 @@ def even_rows(rows: IntArray, most: int, step: Any = 1) -> tuple[IntArray, IntAr
     return _contiguous(seq[real]), _contiguous(row_begin[real]), _contiguous(num_rows[real])
 
 
-def _token_range(batch: Batch, tiles: Tiles, group: int) -> tuple[IntArray, IntArray]:
+def token_range(batch: Batch, tiles: Tiles, group: int) -> tuple[IntArray, IntArray]:
+    """First and last token of each tile."""
     begin = batch.q_indptr[tiles.seq]
     return begin + tiles.row_begin // group, begin + (tiles.row_begin + tiles.num_rows - 1) // group
 
 
-def _bound_range(bounds: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
+def bound_range(bounds: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
     """Least and greatest bound of each tile's tokens ``first .. last``, for every leaf; ``bounds`` has spare places."""
     if len(first) == 0:
         empty = np.zeros((len(bounds), 0), np.int32)

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 import treeattn as ta
+from treeattn.device_work import drop_unseen
 from treeattn.devices import DeviceArray
+from treeattn.masks import Batch
+from treeattn.planner import Tiles, even_rows, find_visits
 from treeattn.schedules.gpu import GpuTile, choose
 from treeattn.schedules.mma import MmaTile
 from treeattn.targets import GPUS
@@ -218,3 +221,43 @@ def test_older_gpus_and_small_ones():
 def test_the_choice_leaves_registers_for_the_rest():
     """On a GPU with much shared memory too, where larger tiles would fit."""
     assert choose(spec(d_qk=256, d_v=256), replace(GPUS["cuda"], arch="sm_90a"), 4) == MmaTile(columns=32)
+
+
+# large trees -------------------------------------------------------------------------------------------------------
+
+LARGE = {
+    "star": ta.TokenTree.star(150),
+    "chains": ta.TokenTree.from_parents([node - 1 if node % 30 else -1 for node in range(150)]),
+    "binary": ta.TokenTree.from_parents([(node - 1) // 2 if node else -1 for node in range(150)]),
+}
+
+
+@pytest.mark.parametrize("mask", [lambda trees: ta.Tree(trees), lambda trees: ta.Tree(trees) & ta.Window(90)])
+@pytest.mark.parametrize("name", LARGE)
+def test_blocks_of_other_branches_are_not_visited(name, mask):
+    trees = [LARGE[name], ta.TokenTree.chain(5), LARGE[name]]
+    contexts = (70, 0, 3)
+    lengths = [(tree.num_nodes, tree.num_nodes + before) for tree, before in zip(trees, contexts, strict=True)]
+    case = make_case(
+        np.random.default_rng(13), mask=mask(trees), lengths=lengths, trees=trees, contexts=contexts, dtype="float16",
+        d_qk=64, q_heads=2, kv_heads=1,
+    )  # fmt: skip
+    assert_right(case)
+    assert_right(case, FiberDevice(blocks=64))
+
+
+def test_a_star_visits_its_root_and_its_own_nodes():
+    star = ta.TokenTree.star(1000)
+    kv_len = np.array([1000], np.int32)
+    batch = Batch(np.array([0, 1000], np.int32), kv_len, (star,))
+    seq, row_begin, num_rows = even_rows(batch.q_len, 64)
+    tiles, mask = Tiles(np.full_like(seq, -1), seq, row_begin, num_rows), ta.Tree([star])
+    bounds = mask.bounds(batch, spare=1)
+    whole = find_visits(batch, mask, bounds, tiles, 1)
+    visits = drop_unseen(whole, batch, mask, bounds, tiles, 1, 64)
+    assert (whole.columns == 1000).all()
+    assert visits.columns[1:-1].max() <= 3 * 64
+    either = mask | ta.Window(5)
+    bounds = either.bounds(batch, spare=1)
+    everything = find_visits(batch, either, bounds, tiles, 1)
+    assert drop_unseen(everything, batch, either, bounds, tiles, 1, 64) is everything

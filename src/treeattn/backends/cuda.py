@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import View, check_dtype, numpy_dtype
-from ..devices import Device, DeviceArray, Program
+from ..devices import Device, DeviceArray, Program, itemsize
 from ..errors import CompileError, DTypeError, UnsupportedError
 from ..targets import GpuTraits
 
 INSTALL = "install NVIDIA's driver and pip install 'treeattn[cuda]'"
-BLOCKS_EACH = 2  # per multiprocessor
+BLOCKS_EACH = 1  # per multiprocessor: splitting keys further costs more in partial states than it gains
+ALIGNMENT = 16  # bytes: kernels copy such pieces at once where offsets allow it, and take the base for granted
 DEFAULT_SHARED = 48 << 10  # what a launch may use without asking for more
 
 
@@ -91,8 +92,10 @@ def borrow(array: Any, name: str) -> View:
     if shape and shape[-1] > 1 and strides[-1] != 1:
         raise UnsupportedError(f"{name}: expected a contiguous last axis, got strides {strides}; copy it first")
     device = open_device(int(array.__dlpack_device__()[1]))
-    owner = DeviceArray(device, Borrowed(int(tensor.data_ptr()), (array, tensor)), shape, dtype)
-    return View(0, shape, strides, dtype, owner, device)
+    begin, size = int(tensor.data_ptr()), itemsize(dtype)
+    before = begin % ALIGNMENT
+    owner = DeviceArray(device, Borrowed(begin - before, (array, tensor)), shape, dtype, before // size)
+    return View(before // size, shape, strides, dtype, owner, device)
 
 
 @dataclass(frozen=True)
