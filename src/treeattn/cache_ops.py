@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import DTYPES, as_kind, dtype_name, to_numpy
+from .arrays import DTYPES, as_kind, dtype_name, indices, to_numpy
 from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 from .rope import Rope
 
@@ -62,6 +62,8 @@ def append(
     if rope is not None:
         if pool.is_latent:
             raise UnsupportedError("rope: a compressed key turns in its last elements only; rotate those and append")
+        if not isinstance(rope, Rope):
+            raise DTypeError(f"rope: expected a Rope, got {type(rope).__name__}; make one with ta.Rope(theta=...)")
         k = rope.rotate(k, positions)
     names = ("k",) if pool.is_latent else ("k", "v")
     if pool.is_latent and v is not None:
@@ -80,7 +82,8 @@ def copy_page(pages: Any, source: int, target: int, count: int | None = None) ->
         A page or a count outside the pool.
     """
     pool = _Pool(pages, writes=True)
-    count = pool.page_size if count is None else count
+    places = indices([source, target, pool.page_size if count is None else count], "source, target, count")
+    source, target, count = places.tolist()
     for name, value, most in (
         ("source", source, pool.num_pages - 1),
         ("target", target, pool.num_pages - 1),
