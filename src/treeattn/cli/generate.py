@@ -56,6 +56,7 @@ def command(
     for package in ("gguf", "tokenizers"):
         require(package, "treeattn generate")
     model, tokenizer = load(model_name)
+    prompt = os.fsencode(prompt).decode(errors="replace")  # a shell passes on bytes that are no text
     tokens = tokenizer.encode(prompt if raw else tokenizer.chat(prompt))
     runs: dict[str, tuple[Request, Stats, bool]] = {}
     drafters = {"draft": draft, "plain": "none"} if stats and draft != "none" else {"draft": draft}
