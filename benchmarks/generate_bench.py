@@ -186,7 +186,7 @@ def main() -> int:
     for name in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT"):
         os.environ.setdefault(name, "PASSIVE" if name == "OMP_WAIT_POLICY" else "0")
     from treeattn.cli.generate import load
-    from treeattn.models.download import MODELS, fetch
+    from treeattn.download import MODELS, fetch
 
     model, tokenizer = load(args.model)
     runners: dict[str, Any] = {name: Ours(model, tokenizer.stop_tokens, name == "ngram") for name in ("plain", "ngram")}

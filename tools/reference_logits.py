@@ -31,8 +31,8 @@ def main() -> None:
     import transformers
     from generate_bench import theirs_of
 
+    from treeattn.download import MODELS, fetch
     from treeattn.models.checkpoint import load_checkpoint
-    from treeattn.models.download import MODELS, fetch
 
     path = fetch(MODELS["smollm2"])
     model, tokenizer = theirs_of(path), load_checkpoint(path).tokenizer

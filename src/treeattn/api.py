@@ -15,14 +15,12 @@ from .device_work import make_device_work
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .kernels.spec import KernelSpec
 from .launch import Launch
-from .logits import LogitParts, check_parts
+from .logits import LARGEST, LogitParts, check_parts
 from .masks import Batch, Mask
 from .planner import Plan, check_heads, check_q_dtype, check_q_indptr, check_rows, check_split, check_threads, make_work
 from .split import SplitLaunch, partial_spec
 from .storage import Storage, check_storage
 from .targets import available_threads, runnable
-
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def attention(
@@ -218,6 +216,6 @@ def _scale(sm_scale: Any, d_qk: int) -> float:
         return 1.0 / math.sqrt(d_qk)
     if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float | np.integer | np.floating):
         raise DTypeError(f"sm_scale: expected a number, got {type(sm_scale).__name__}")
-    if not abs(sm_scale) <= FLOAT32_MAX:
-        raise ShapeError(f"sm_scale: expected a finite float32 number, got {sm_scale}")
+    if not abs(sm_scale) <= LARGEST:
+        raise ShapeError(f"sm_scale: expected a number within {LARGEST:.1e}, got {sm_scale}; 1 / sqrt(d_qk) is usual")
     return float(sm_scale)

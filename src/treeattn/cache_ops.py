@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import device_ops
-from .arrays import DTYPES, as_kind, dtype_name, to_numpy
+from .arrays import DTYPES, as_kind, dtype_name, indices, to_numpy
 from .devices import DeviceArray
 from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 from .rope import Rope
@@ -85,7 +85,8 @@ def copy_page(pages: Any, source: int, target: int, count: int | None = None) ->
     """
     array = pages if isinstance(pages, DeviceArray) else _Pool(pages, writes=True).array
     num_pages, page_size = array.shape[0], array.shape[-2]
-    count = page_size if count is None else count
+    places = indices([source, target, page_size if count is None else count], "source, target, count")
+    source, target, count = places.tolist()
     for name, value, most in (
         ("source", source, num_pages - 1),
         ("target", target, num_pages - 1),
@@ -157,7 +158,9 @@ def gather(pages: Any, slots: Any, *, check: bool = True) -> Any:
 
 
 def _check_latent(is_latent: bool, v: Any, rope: Rope | None) -> None:
-    """Refuse what a pool of compressed keys cannot take."""
+    """Refuse what a pool of compressed keys cannot take, and a rope that is none."""
+    if rope is not None and not isinstance(rope, Rope):
+        raise DTypeError(f"rope: expected a Rope, got {type(rope).__name__}; make one with ta.Rope(theta=...)")
     if is_latent and rope is not None:
         raise UnsupportedError("rope: a compressed key turns in its last elements only; rotate those and append")
     if is_latent and v is not None:

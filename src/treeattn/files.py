@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import tempfile
@@ -16,7 +17,12 @@ from .errors import UnsupportedError
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give the block an empty temporary file beside ``path``, which takes its name when the block ends well."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # not the temporary file's name
     os.close(handle)
     temporary = Path(name)
     try:

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from .arrays import INT32_MAX
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .rope import Rope, RopeScaling, yarn_mscale
 
 Config: TypeAlias = Mapping[str, Any]
+
+MOST_LAYERS = 10_000  # a larger number is damage, and would be a list as long
+MOST_GROWTH = 1e6
 
 GEMMA3 = {
     "num_attention_heads": 8,
@@ -163,7 +167,7 @@ def spec_from_hf_config(config: Config | str | Path) -> ModelSpec:
     """
     config = _read(config)
     _check_keys(config)
-    num_layers, q_heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
+    num_layers, q_heads = _count(config, "num_hidden_layers", most=MOST_LAYERS), _count(config, "num_attention_heads")
     latent, head_dim = _latent(config), _head_dim(config)
     kv_heads = 1 if latent else _count(config, "num_key_value_heads", q_heads)
     if q_heads % kv_heads:
@@ -242,14 +246,28 @@ def _check_keys(config: Config) -> None:
             raise UnsupportedError(f"{key}: expected none, got {config[key]!r}: {what}")
 
 
-def _count(config: Config, key: str, default: int | None = None) -> int:
+def _count(config: Config, key: str, default: int | None = None, most: int = INT32_MAX) -> int:
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int):
         raise DTypeError(f"{key}: expected an integer, got {value!r:.60}")
-    if value <= 0:
-        raise ShapeError(f"{key}: expected 1 or more, got {value}")
+    if not 0 < value <= most:
+        raise ShapeError(f"{key}: expected 1 to {most}, got {value}")
     return value
+
+
+def _count_or_none(config: Config, key: str) -> int | None:
+    return _count(config, key) if config.get(key) else None
+
+
+def _listed(config: Config, key: str, num_layers: int) -> list[Any]:
+    """The entry of each layer, or nothing where the configuration lists none."""
+    values = config.get(key) or []
+    if not isinstance(values, list | tuple):
+        raise DTypeError(f"{key}: expected a list with an entry a layer, got {values!r:.60}")
+    if values and len(values) < num_layers:
+        raise ShapeError(f"{key}: expected {num_layers} (num_hidden_layers), got {len(values)}")
+    return list(values[:num_layers])
 
 
 def _real(config: Config, key: str) -> float | None:
@@ -281,6 +299,8 @@ def _sm_scale(config: Config, head_dim: int, latent: LatentSpec | None) -> float
     if latent:
         scaling = rope_from_hf_config(config).scaling
         growth = yarn_mscale(scaling.factor, scaling.mscale_all_dim or 0) if scaling else 1.0
+        if not growth < MOST_GROWTH:
+            raise ShapeError(f"mscale_all_dim: expected a scale of attention under {MOST_GROWTH:.0e}, got {growth}")
         return growth**2 / math.sqrt(latent.d_nope + latent.d_rope)
     scale: float = (_real(config, "query_pre_attn_scalar") or head_dim) ** -0.5
     return _real(config, "attention_multiplier") or scale  # Granite's
@@ -288,26 +308,24 @@ def _sm_scale(config: Config, head_dim: int, latent: LatentSpec | None) -> float
 
 def _layer_types(config: Config, num_layers: int) -> list[str]:
     """Name of each layer's attention: as listed, or by the pattern that the model's class has for it."""
-    every = _first(config.get("sliding_window_pattern"), config.get("_sliding_window_pattern"))
+    every = _count_or_none(config, "sliding_window_pattern") or _count_or_none(config, "_sliding_window_pattern")
     has_window = _window(config) is not None
-    if config.get("layer_types"):
-        names = [str(name) for name in config["layer_types"]]
+    if listed := _listed(config, "layer_types", num_layers):
+        names = [str(name) for name in listed]
     elif every:
         names = [_layer_name((layer + 1) % every != 0) for layer in range(num_layers)]
     elif config["model_type"] == "smollm3":
         names = [_layer_name(not has_rope) for has_rope in _has_rope(config, num_layers)]
     else:
-        first = config.get("max_window_layers", 0) if config.get("use_sliding_window") else 0
+        first = _count_or_none(config, "max_window_layers") or 0 if config.get("use_sliding_window") else 0
         names = [_layer_name(has_window and layer >= first) for layer in range(num_layers)]
-    if len(names) < num_layers:
-        raise ShapeError(f"layer_types: expected {num_layers} (num_hidden_layers), got {len(names)}")
     unknown = set(names) - set(LAYER_WINDOWED)
     if unknown:
         raise UnsupportedError(
             f"layer_types: expected {' or '.join(LAYER_WINDOWED)}, got {', '.join(sorted(unknown))}; "
             "layers of other kinds are not offered"
         )
-    return names[:num_layers]
+    return names
 
 
 def _layer_name(is_windowed: bool) -> str:
@@ -326,11 +344,9 @@ def _window(config: Config) -> int | None:
 
 
 def _has_rope(config: Config, num_layers: int) -> list[bool]:
-    listed, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval")
-    if listed:  # despite its name, 1 marks a layer with RoPE
-        if len(listed) < num_layers:
-            raise ShapeError(f"no_rope_layers: expected {num_layers} (num_hidden_layers), got {len(listed)}")
-        return [bool(flag) for flag in listed[:num_layers]]
+    every = _count_or_none(config, "no_rope_layer_interval")
+    if listed := _listed(config, "no_rope_layers", num_layers):  # despite its name, 1 marks a layer with RoPE
+        return [bool(flag) for flag in listed]
     return [not every or (layer + 1) % every != 0 for layer in range(num_layers)]
 
 
@@ -367,6 +383,8 @@ def _rotary_dim(config: Config, parameters: Config) -> int | None:
     if config.get("rotary_dim") is not None:
         return _count(config, "rotary_dim")
     part = _first(*(_real(of, "partial_rotary_factor") for of in (parameters, config)), _real(config, "rotary_pct"), 1)
+    if part > 1:
+        raise ShapeError(f"partial_rotary_factor: expected at most 1, got {part}; it is a part of head_dim")
     return None if part == 1 else int(_head_dim(config) * part)
 
 
@@ -401,7 +419,8 @@ def _scaling_values(config: Config, parameters: Config, kind: str) -> dict[str, 
     original = _first(parameters.get(key), config.get(key), longest)
     values["original_max_position"] = original
     if kind in ("yarn", "longrope") and values.get("factor") is None and original and longest:
-        values["factor"] = longest / original
+        both = {key: original, "max_position_embeddings": longest}
+        values["factor"] = _count(both, "max_position_embeddings") / _count(both, key)
     return values
 
 

@@ -43,7 +43,7 @@ class LayerCheck:
             )
         if pools is self.pools:
             return
-        for name in ("kv_heads", "d_qk", "d_v", "dtype"):
+        for name in ("kv_heads", "d_qk", "d_v", "dtype", "shared"):
             got, planned = getattr(pools, name), getattr(self.pools, name)
             if got != planned:
                 raise ShapeError(f"kv: expected {name} {planned} as planned, got {got}; make a plan for this layout")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,11 @@ from .errors import DTypeError, ShapeError
 from .rope import Rope
 
 FloatArray = NDArray[np.float32]
+
+LARGEST = float(np.finfo(np.float32).max) / 2
+"""Largest factor or logit: kernels multiply it by log2(e), in float32."""
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""Smallest soft-cap, whose inverse float32 still holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +76,10 @@ def _check_softcap(softcap: Any) -> float | None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, int | float | np.integer | np.floating):
         raise DTypeError(f"softcap: expected a number or None, got {type(softcap).__name__}")
-    if not 0 < softcap < math.inf:
-        raise ShapeError(f"softcap: expected a positive finite number, got {softcap}; pass None for no soft-cap")
+    if not SMALLEST <= softcap <= LARGEST:
+        raise ShapeError(
+            f"softcap: expected a number from {SMALLEST:.1e} to {LARGEST:.1e}, got {softcap}; pass None for no soft-cap"
+        )
     return float(softcap)
 
 
@@ -85,7 +91,9 @@ def _per_head(values: Any, name: str, q_heads: int, *, finite: bool) -> FloatArr
         raise DTypeError(f"{name}: expected numbers, got dtype {array.dtype}")
     if array.shape != (q_heads,):
         raise ShapeError(f"{name}: expected shape [q_heads] = [{q_heads}], got {list(array.shape)}")
-    result = array.astype(np.float32)
-    if np.isnan(result).any() or (finite and np.isinf(result).any()) or np.isposinf(result).any():
-        raise ShapeError(f"{name}: expected finite numbers, got {result[~np.isfinite(result)][0]}")
-    return result
+    wide = array.astype(np.float64)
+    fine = (abs(wide) <= LARGEST) | (~np.isfinite(wide) & (wide < 0) & (not finite))
+    if not fine.all():
+        head = int(np.argmin(fine))
+        raise ShapeError(f"{name}: expected numbers within {LARGEST:.1e}, got {wide[head]} for head {head}")
+    return wide.astype(np.float32)

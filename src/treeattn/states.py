@@ -61,7 +61,7 @@ def _check_shapes(outs: Sequence[Any], lses: Sequence[Any]) -> None:
 
 def to_natural(lse: Any) -> Any:
     """Turn a base-2 log-sum-exp into a natural one: ``lse * ln 2``."""
-    return lse * math.log(2.0)
+    return as_kind(_check_state(lse, "lse") * np.float32(math.log(2.0)), lse)
 
 
 def _check_state(array: Any, name: str) -> NDArray[Any]:

@@ -189,6 +189,8 @@ class PageTableStorage(Storage):
 
     def _moves(self, num_seqs: int) -> IntArray | None:
         if self.dropped is None:
+            if self.kept is not None:
+                raise ShapeError("kept: expected dropped beside it, got kept alone; pass both, or neither")
             return None
         dropped = indices(self.dropped, "dropped", (num_seqs,))
         kept = np.zeros_like(dropped) if self.kept is None else indices(self.kept, "kept", (num_seqs,))
@@ -293,7 +295,7 @@ class LatentKV(PageTableStorage):
         pages = self._pages
         page, slot, _ = pages.strides
         k = replace(pages, shape=(pages.shape[0], 1, *pages.shape[1:]), strides=(page, 0, slot, 1))
-        v = replace(k, shape=(*k.shape[:-1], self.d_latent))
+        v = replace(k, shape=(*k.shape[:-1], int(self.d_latent)))
         order = (page, slot, 0)
         return _pools(k, v, order, order, num_pages=pages.shape[0], kv_heads=1, shared=True)
 
@@ -302,7 +304,7 @@ class LatentKV(PageTableStorage):
         pages = view(self.pages, "pages")
         if pages.ndim != 3 or pages.shape[1] < 1:
             raise ShapeError(f"pages: expected [num_pages, page_size, d_latent + d_rope], got shape {pages.shape}")
-        if not isinstance(self.d_latent, int) or not 1 <= self.d_latent <= pages.shape[2]:
+        if not isinstance(self.d_latent, int | np.integer) or not 1 <= self.d_latent <= pages.shape[2]:
             raise ShapeError(f"d_latent: expected 1 to {pages.shape[2]} (= the size of a slot), got {self.d_latent}")
         return pages
 

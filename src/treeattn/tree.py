@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 
+MAX_NODES = 2**31 - 1
 MAX_DRAWING = 20_000_000  # characters; a drawing grows with the sum of all depths
 
 
@@ -339,11 +340,16 @@ def _index(value: int, name: str) -> int:
 def _count(num_nodes: int) -> int:
     if (count := _index(num_nodes, "num_nodes")) < 0:
         raise ShapeError(_wrong("num_nodes", "int >= 0", count, "0 makes an empty tree"))
+    if count > MAX_NODES:
+        raise IndexRangeError(_wrong("num_nodes", f"at most {MAX_NODES}", count, "nodes are counted in int32"))
     return count
 
 
 def _check_labels(labels: Iterable[Hashable], num_nodes: int) -> tuple[Hashable, ...]:
-    checked = tuple(labels)
+    try:
+        checked = tuple(labels)
+    except TypeError:
+        raise DTypeError(_wrong("labels", "a list", f"{labels!r:.60}", "pass one a node, in order")) from None
     if len(checked) != num_nodes:
         raise ShapeError(_wrong("labels", f"{num_nodes} of them", len(checked), "pass one a node, in order"))
     return checked

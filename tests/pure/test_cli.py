@@ -202,3 +202,20 @@ def test_info_says_why_something_is_missing():
     assert done.returncode == 0, done.stderr
     assert "pip install torch" in done.stdout
     assert "llvm     missing" in done.stdout
+
+
+def test_a_name_that_no_terminal_shows(tmp_path):
+    file = tmp_path / "t.json"
+    file.write_text('{"\\ud800": [-1, 0]}')
+    done = subprocess.run([sys.executable, "-m", "treeattn", "show", str(file)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("\\ud800: 2 nodes")
+
+
+def test_an_output_that_cannot_be_written_is_named_as_given(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    file = tmp_path / "t.json"
+    file.write_text("[-1, 0]")
+    for target, reason in ((tmp_path / "none" / "x.png", "No such file"), (tmp_path, "Is a directory")):
+        assert main(["show", str(file), "--png", str(target)]) == 2
+        assert capsys.readouterr().err.startswith(f"treeattn: {target}: {reason}")

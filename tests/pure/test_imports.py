@@ -20,7 +20,7 @@ OPTIONAL = tuple(name for name in HEAVY if name != "tvm")
 # An arrow may skip levels, never point back: a module imports from its own level or from lower ones.
 LEVELS = [
     {"cli", "__main__"},
-    {"generation"},
+    {"generation", "download"},
     {"ahead", "bench", "integrations", "models", "tvm_compat"},
     {"speculate", "cache"},
     {"testing", "casefile"},

@@ -9,7 +9,7 @@ import pytest
 from treeattn import reference
 from treeattn.arrays import View, numpy_dtype
 from treeattn.errors import DTypeError, IndexRangeError, ShapeError
-from treeattn.storage import ENDLESS_PAGE, PagedKV, Pools, RaggedKV, Storage
+from treeattn.storage import ENDLESS_PAGE, LatentKV, PagedKV, Pools, RaggedKV, Storage
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 
@@ -323,3 +323,14 @@ def test_table_and_oracle_find_the_same_keys() -> None:
         at = np.arange(table.kv_len[seq])
         page = table.page_ids[table.page_indptr[seq] + at // table.page_size]
         assert np.array_equal(k[page, at % table.page_size], reference.gather(kv, seq)[0])
+
+
+def test_latent_width_may_be_a_numpy_integer():
+    kv = LatentKV(np.zeros((2, 4, 8), np.float32), [0, 1], [0], [2], d_latent=np.int64(4))
+    assert kv.pools.d_v == 4
+
+
+def test_kept_without_dropped_is_refused():
+    kv = PagedKV(np.zeros((2, 2, 1, 4, 8), np.float32), [0, 1], [0], [2], kept=[1])
+    with pytest.raises(ShapeError, match="kept: expected dropped beside it"):
+        kv.validate()

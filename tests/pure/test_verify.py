@@ -282,3 +282,15 @@ def test_bad_input_is_refused_by_name(name):
     kind, message, call = REFUSED[name]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_draft_of_another_vocabulary_is_refused():
+    """One column would broadcast against every token of the target."""
+    tree = ta.TokenTree.star(3)
+    with pytest.raises(ta.ShapeError, match=r"draft_probs: expected shape \[3, 5\] as target_probs has, got \[3, 1\]"):
+        ta.verify_sampling(tree, [0, 0, 0], np.full((3, 5), 0.2), np.ones((3, 1)), rng=0, replacement=True)
+
+
+def test_complex_numbers_are_no_probabilities():
+    with pytest.raises(ta.DTypeError, match="target_probs: expected floating-point"):
+        ta.verify_sampling(ta.TokenTree.chain(1), [0], np.ones((1, 1), complex), rng=0)

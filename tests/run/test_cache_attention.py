@@ -353,3 +353,17 @@ def test_torch_in_torch_out():
     want, _ = ta.attention(q, ta.RaggedKV(k, v, [0, 6]), ta.Tree([TREE]))
     assert torch.equal(out, want)
     assert cache.used_pages == 2 and cache.length(seq) == 0
+
+
+def test_memory_of_a_part_may_be_reused_for_the_next_layer():
+    """A plan belongs to the values of the sink logits, not to where they lie."""
+    cache = ta.PagedKVCache(2, 1, 16, 4, 4, "float32")
+    step = cache.begin({cache.add(): 3})
+    x, sinks = np.ones((3, 1, 16), np.float32), np.zeros(1, np.float32)
+    lses = []
+    for layer, sink in enumerate((0.0, 8.0)):
+        step.append(layer, x, x)
+        sinks[:] = sink
+        lses.append(step.attention(layer, x, sink_logits=sinks)[1])
+        assert np.array_equal(lses[-1], step.attention(layer, x, sink_logits=[sink])[1])
+    assert (lses[0] < lses[1]).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from treeattn.models import load_model
 from treeattn.models.checkpoint import ModelFileError, load_checkpoint
 from treeattn.speculate.budget import StepCost
 from treeattn.speculate.draft import ModelDrafter, NgramDrafter
+
+safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="the extra models is not installed")
 
 PROMPTS = [b"the cat sat on the mat, the cat sat on", b"abcabcabcabcab", b"x", b"one two one two three one two"]
 
@@ -273,3 +276,36 @@ def test_text_streams_in_whole_characters(folders):
     cut = tokenizer.encode("a木")[:-1]
     assert broken.push(cut) == "a"
     assert broken.push([], last=True) != ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden_size": 96}, {"num_attention_heads": 3, "num_key_value_heads": 1}, {"head_dim": 4}, {"head_dim": 16}],
+    ids=str,
+)
+def test_weights_of_other_sizes_than_the_configuration_says_are_refused(folders, tmp_path, changes):
+    folder = shutil.copytree(folders["llama"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelFileError, match=r"expected shape \[.*\] by the configuration, got"):
+        load_model(folder, "numpy")
+
+
+def test_a_product_may_have_a_bias_in_one_of_its_parts(folders, tmp_path):
+    folder = shutil.copytree(folders["qwen2"], tmp_path / "model")
+    weights = safetensors_numpy.load_file(folder / "model.safetensors")
+    zero = {name: np.zeros_like(part) if "k_proj.bias" in name else part for name, part in weights.items()}
+    logits = []
+    for kept in (zero, {name: part for name, part in weights.items() if "k_proj.bias" not in name}):
+        safetensors_numpy.save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        logits.append(logits_of(load_model(folder, "numpy")[0], tokens_of(9)))
+    assert np.array_equal(*logits)
+
+
+@pytest.mark.parametrize("name", ["prompt", "max_tokens", "stop_tokens", "sampling"])
+@pytest.mark.parametrize("junk", [1.5, "x", [1.5], ["a"], [[1]], [2**70], object()], ids=str)
+def test_junk_in_a_request(models, name, junk):
+    generator = Generator(models["llama"], 256)
+    with pytest.raises(TreeAttnError, match=f"^{name}"):
+        generator.submit(**{"prompt": [1], "max_tokens": 2, name: junk})
+    assert generator.is_idle

@@ -193,3 +193,26 @@ def test_latent_refusals():
             _ = ta.LatentKV(pages, [0, 1], [0], [3], d_latent=d_latent).pools
     with pytest.raises(ta.ShapeError, match=r"pages: expected \[num_pages, page_size, d_latent \+ d_rope\]"):
         _ = ta.LatentKV(pages[0], [0, 1], [0], [3], d_latent=8).pools
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"softcap": 1e39}, {"softcap": 3e38}, {"softcap": 1e-39}, {"sm_scale": 3e38}, {"sm_scale": -3e38},
+     {"alibi": [1e300, 0]}, {"alibi": [-3e38, 0]}, {"sink_logits": [3e38, 0]}, {"sink_logits": [-3e38, 0]}],
+    ids=str,
+)  # fmt: skip
+def test_a_factor_that_float32_cannot_multiply_is_refused(part):
+    """Times log2(e) it would be infinite, and zero times that NaN."""
+    q = np.zeros((3, 2, 16), np.float32)
+    kv = ta.RaggedKV(np.ones((5, 1, 16), np.float32), np.ones((5, 1, 16), np.float32), [0, 5])
+    with pytest.raises(ta.ShapeError, match=f"{next(iter(part))}: expected"):
+        ta.attention(q, kv, ta.Causal(), **part)
+
+
+@pytest.mark.parametrize("part", [{"softcap": 1.6e38}, {"softcap": 1.2e-38}, {"sm_scale": 1.6e38}], ids=str)
+def test_the_largest_factors_give_numbers(part):
+    q = np.zeros((3, 2, 16), np.float32)
+    kv = ta.RaggedKV(np.ones((5, 1, 16), np.float32), np.ones((5, 1, 16), np.float32), [0, 5])
+    out, lse = ta.attention(q, kv, ta.Full(), **part)
+    assert (out == 1).all()
+    np.testing.assert_allclose(lse, np.log2(5), rtol=1e-6)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from treeattn.download import MODELS
 from treeattn.generation import Generator
 from treeattn.models import load_model
-from treeattn.models.download import MODELS
 from treeattn.speculate.draft import NgramDrafter
 
 RECORD = json.loads((Path(__file__).parents[1] / "data" / "smollm2_logits.json").read_text())

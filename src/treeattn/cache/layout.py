@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import INT32_MAX, numpy_dtype
-from ..errors import DTypeError, IndexRangeError
+from ..devices import itemsize
+from ..errors import CacheFullError, DTypeError, IndexRangeError
 from ..planner import check_q_dtype
 from ..storage import LatentKV, PagedKV
 from .table import Snapshot
@@ -42,7 +44,14 @@ class Layout:
         """Return the pools of all layers, uninitialised: the system provides a page of memory when it is first used."""
         halves = () if self.d_latent else (2, self.kv_heads)
         shape = (self.num_layers, self.num_pages, *halves, self.page_size, self.head_dim)
-        return np.empty(shape, numpy_dtype(self.dtype))
+        try:
+            return np.empty(shape, numpy_dtype(self.dtype))
+        except (MemoryError, ValueError):  # ValueError where the size passes 2^63 bytes
+            size = math.prod(shape) * itemsize(self.dtype) >> 20
+            raise CacheFullError(
+                f"num_pages: expected a cache that fits memory, got {size} MiB for {self.num_pages} pages of "
+                f"{self.page_size} tokens in {self.num_layers} layers; take fewer pages"
+            ) from None
 
     def storage(self, pages: NDArray[Any], table: Snapshot | None = None) -> PagedKV | LatentKV:
         """Return one layer's pool as a storage: of the sequences of a table, or of none."""

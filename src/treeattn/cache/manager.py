@@ -169,7 +169,10 @@ class PagedKVCache:
             A sequence has uncommitted tokens; nothing has changed.
         """
         size, first = Window(window).size, Sink(sink).size
-        names = self.seqs if seqs is None else tuple(dict.fromkeys(seqs))
+        try:
+            names = self.seqs if seqs is None else tuple(dict.fromkeys(seqs))
+        except TypeError:
+            raise DTypeError(f"seqs: expected a list of sequences, got {seqs!r:.60}") from None
         sequences = [self._settled(seq, "drop_outside") for seq in names]
         before = self.free_pages
         for sequence in sequences:
@@ -207,7 +210,7 @@ class PagedKVCache:
         """
         sequence = self._settled(seq, "save")
         layers = [self.read(layer, seq) for layer in range(self._layout.num_layers)]
-        saved.write(Path(path), self._layout, (sequence.length, sequence.kept, sequence.dropped), layers)
+        saved.write(_path_of(path), self._layout, (sequence.length, sequence.kept, sequence.dropped), layers)
 
     def load(self, path: str | os.PathLike[str]) -> int:
         """Return a new sequence with what `save` wrote, from a cache of the same layout and any number of pages.
@@ -224,7 +227,7 @@ class PagedKVCache:
             The file cannot be read.
         """
         layout = self._layout
-        (length, kept, dropped), layers = saved.read(Path(path), layout)
+        (length, kept, dropped), layers = saved.read(_path_of(path), layout)
         sequence = CachedSequence(length=length, kept=kept, dropped=dropped)
         self._reserve([sequence], [-(-sequence.prefix_len // layout.page_size)], [])
         slots = sequence.all_slots(layout.page_size)
@@ -255,7 +258,11 @@ class PagedKVCache:
         TreeAttnError
             Bad input. Nothing has changed after an error.
         """
-        trees = {seq: _whole_tree(seq, self._find(seq), value) for seq, value in _mapping(new, "new").items()}
+        new = _mapping(new, "new")
+        for count in new.values():  # a chain of a billion nodes is not even made
+            if isinstance(count, int) and count > self._layout.num_pages * self._layout.page_size:
+                raise self._full(-(-count // self._layout.page_size))
+        trees = {seq: _whole_tree(seq, self._find(seq), value) for seq, value in new.items()}
         sequences = [self._sequences[seq] for seq in trees]
         growths = [
             tree.num_nodes - sequence.num_pending for sequence, tree in zip(sequences, trees.values(), strict=True)
@@ -330,14 +337,17 @@ class PagedKVCache:
         copies = sum(min(count, self._pool.holders(page) - 1) for page, count in tails.items())
         wanted = sum(fresh) + copies
         if wanted > self._pool.free:
-            raise CacheFullError(
-                f"cache: expected {wanted} free pages ({copies} of them for copies of shared ones), got "
-                f"{self._pool.free} of {self._layout.num_pages}; remove or truncate sequences, or make a larger cache"
-            )
+            raise self._full(wanted, copies)
         for sequence in written:
             self._own_tail(sequence)
         for sequence, count in zip(sequences, fresh, strict=True):
             sequence.pages.extend(self._pool.take(count))
+
+    def _full(self, wanted: int, copies: int = 0) -> CacheFullError:
+        return CacheFullError(
+            f"cache: expected {wanted} free pages ({copies} of them for copies of shared ones), got "
+            f"{self._pool.free} of {self._layout.num_pages}; remove or truncate sequences, or make a larger cache"
+        )
 
     def _own_tail(self, sequence: CachedSequence) -> None:
         shared = sequence.pages[-1]
@@ -386,6 +396,13 @@ def _mapping(value: Any, name: str) -> dict[int, Any]:
     return dict(value)
 
 
+def _path_of(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise DTypeError(f"path: expected the name of a file, got {path!r:.60}") from None
+
+
 def _whole_tree(seq: int, sequence: CachedSequence, new: TokenTree | int) -> TokenTree:
     """Return the tree with what was pending and what is new."""
     pending = sequence.pending
@@ -421,11 +438,13 @@ def _check_path(seq: int, tree: TokenTree, accepted: Iterable[int] | int) -> NDA
             raise IndexRangeError(f"{name}: expected 0 to {tree.num_nodes} tokens, got {accepted}")
         return np.arange(accepted)
     try:
-        nodes = np.array([operator.index(node) for node in accepted], np.int64)
+        numbers = [operator.index(node) for node in accepted]
     except TypeError:
         raise DTypeError(f"{name}: expected node numbers, got {accepted!r:.60}") from None
-    if len(nodes) and not (nodes.min() >= 0 and nodes.max() < tree.num_nodes):
-        raise IndexRangeError(f"{name}: expected nodes in [0, {tree.num_nodes}), got {nodes.tolist()}")
+    outside = [node for node in numbers if not 0 <= node < tree.num_nodes]
+    if outside:
+        raise IndexRangeError(f"{name}: expected nodes in [0, {tree.num_nodes}), got {outside[0]}")
+    nodes = np.array(numbers, np.int64)
     if not np.array_equal(tree.parents[nodes], np.concatenate([[-1], nodes])[: len(nodes)]):
         raise ShapeError(f"{name}: expected a path from a root down, got {nodes.tolist()}")
     return nodes

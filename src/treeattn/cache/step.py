@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import api, cache_ops
-from ..arrays import IntArray, view
+from ..arrays import IntArray, to_numpy, view
 from ..errors import CacheError, ShapeError
 from ..masks import Causal, Mask, Sink, Tree, Window
 from ..planner import Plan
@@ -38,7 +38,6 @@ class Step:
         self._table, self._layout, self._layers = table, layout, layers
         self._appended = [False] * len(layers)
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._kept_alive: list[Any] = []
         self.is_open = True
 
     @property
@@ -64,10 +63,10 @@ class Step:
         """Return who sees whom: trees or, where all are chains, `Causal`; within a window and the first ``sink``."""
         mask: Mask = Causal() if self._table.is_causal else Tree(self._table.trees)
         if window is None:
-            if sink:
+            if Sink(sink).size:
                 raise ShapeError(f"sink: expected a window beside it, got sink={sink} alone; without one all is seen")
             return mask
-        return mask & (Window(window) | Sink(sink) if sink else Window(window))
+        return mask & (Window(window) | Sink(sink) if Sink(sink).size else Window(window))
 
     def append(self, layer: int, k: Any, v: Any = None, *, rope: Rope | None = None) -> None:
         """Write the new rows' keys and values.
@@ -145,12 +144,14 @@ class Step:
             raise ShapeError(f"q: expected [q_total, q_heads, head_dim], got shape {list(queries.shape)}")
         options = {"sm_scale": sm_scale, "softcap": softcap, "rope": rope, "threads": threads, "target": target}
         arrays = {"alibi": alibi, "sink_logits": sink_logits}
-        key = (queries.shape[1], queries.dtype, window, sink, *options.values(), *map(id, arrays.values()))
-        plan = self._plans.get(key)
+        key = (queries.shape[1], queries.dtype, window, sink, *options.values(), *map(_content, arrays.items()))
+        try:
+            plan = self._plans.get(key)
+        except TypeError:  # an option that does not hash is none that a plan takes: let it say so
+            plan = None
         if plan is None:
             plan = self._plan(index, queries.shape[1], queries.dtype, window, sink, **options, **arrays)
             self._plans[key] = plan
-            self._kept_alive.extend(arrays.values())  # their ids are in the key
         return plan.run(q, self._layers[index])
 
     def close(self) -> None:
@@ -181,3 +182,12 @@ class Step:
         if not self.is_open:
             raise CacheError("step: expected an open step, got one that ended; begin another")
         return check_layer(layer, len(self._layers))
+
+
+def _content(item: tuple[str, Any]) -> tuple[Any, ...] | None:
+    """Return what tells one array from another, by value: callers may reuse its memory for the next layer."""
+    name, values = item
+    if values is None:
+        return None
+    array = to_numpy(values, name)
+    return array.dtype.str, array.shape, array.tobytes()

@@ -7,6 +7,7 @@ treeattn itself shows a traceback.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import zipfile
@@ -40,6 +41,9 @@ def group() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names in a file may hold what no terminal shows
     try:
         status = group.main(argv, prog_name="treeattn", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

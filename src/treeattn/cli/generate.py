@@ -56,6 +56,7 @@ def command(
     for package in ("gguf", "tokenizers"):
         require(package, "treeattn generate")
     model, tokenizer = load(model_name)
+    prompt = os.fsencode(prompt).decode(errors="replace")  # a shell passes on bytes that are no text
     tokens = tokenizer.encode(prompt if raw else tokenizer.chat(prompt))
     runs: dict[str, tuple[Request, Stats, bool]] = {}
     drafters = {"draft": draft, "plain": "none"} if stats and draft != "none" else {"draft": draft}
@@ -74,10 +75,10 @@ def command(
 
 
 def load(name: str) -> tuple[Model, Tokenizer]:
-    """Load a model by path, or by a name of `treeattn.models.download.MODELS`, fetching it with a progress bar."""
+    """Load a model by path, or by a name of `treeattn.download.MODELS`, fetching it with a progress bar."""
+    from ..download import MODELS, fetch
     from ..errors import UnsupportedError
     from ..models import load_model
-    from ..models.download import MODELS, fetch
     from .terminal import bar
 
     path = Path(name)

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import indices
+from ..cache.layout import check_size
 from ..cache.manager import PagedKVCache
-from ..errors import IndexRangeError, ShapeError
+from ..errors import DTypeError, IndexRangeError, ShapeError
 from ..models.network import Model
 from ..speculate.budget import Proposal, StepCost, choose
 from ..speculate.draft import Drafter
@@ -101,7 +103,8 @@ class Generator:
         page_size: int = 16,
         cache_dtype: str = "float32",
     ) -> None:
-        self._model, self._drafter, self._most = model, drafter, most_drafts
+        self._model, self._drafter, self._most = model, drafter, check_size(most_drafts, "most_drafts", 0)
+        capacity, page_size = check_size(capacity, "capacity"), check_size(page_size, "page_size")
         self._cost = cost or StepCost()
         self._page_size, self._num_pages = page_size, -(-capacity // page_size)
         model.warm_up(cache_dtype)
@@ -132,15 +135,16 @@ class Generator:
         IndexRangeError
             A token outside the vocabulary.
         """
-        tokens = [int(token) for token in prompt]
+        tokens, stops = _tokens(prompt, "prompt"), frozenset(_tokens(stop_tokens, "stop_tokens"))
         if not tokens:
             raise ShapeError("prompt: expected one token or more, got none; begin with the model's first token")
-        if max_tokens < 1:
-            raise ShapeError(f"max_tokens: expected 1 or more, got {max_tokens}")
+        max_tokens = check_size(max_tokens, "max_tokens")
+        if not isinstance(sampling, Sampling | None):
+            raise DTypeError(f"sampling: expected a Sampling or None, got {type(sampling).__name__}")
         outside = [token for token in tokens if not 0 <= token < self._model.vocab_size]
         if outside:
             raise IndexRangeError(f"prompt: expected tokens in [0, {self._model.vocab_size}), got {outside[0]}")
-        request = Request(tokens, max_tokens, sampling or Sampling(), frozenset(stop_tokens))
+        request = Request(tokens, max_tokens, sampling or Sampling(), stops)
         longest = self._model.config.attention.max_position
         if longest is not None and len(tokens) + max_tokens > longest:
             raise ShapeError(
@@ -287,3 +291,12 @@ class Generator:
         self._cache.remove(seq)
         if self._drafter:
             self._drafter.remove(seq)
+
+
+def _tokens(values: Iterable[int], name: str) -> list[int]:
+    try:
+        listed = list(values)
+    except TypeError:
+        raise DTypeError(f"{name}: expected a list of tokens, got {type(values).__name__}") from None
+    tokens: list[int] = indices(listed, name).tolist()
+    return tokens

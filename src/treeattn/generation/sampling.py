@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ShapeError
+from ..cache.layout import check_size
+from ..errors import DTypeError, ShapeError
 
 FEW = 1024
 """Tokens that are sorted first for top-p; the whole vocabulary only where these fall short."""
@@ -35,10 +36,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+                raise DTypeError(f"{name}: expected a number, got {value!r:.60}")
+        check_size(self.top_k, "top_k", 0)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int | np.integer) or self.seed < 0:
+            raise DTypeError(f"seed: expected an integer, 0 or more, got {self.seed!r:.60}")
         if not 0 <= self.temperature < float("inf"):
             raise ShapeError(f"temperature: expected 0 or more, got {self.temperature}")
-        if self.top_k < 0:
-            raise ShapeError(f"top_k: expected 0 or more, got {self.top_k}; 0 takes all")
         if not 0 < self.top_p <= 1:
             raise ShapeError(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import numpy_dtype
-from ..errors import TreeAttnError, UnsupportedError
+from ..errors import DTypeError, TreeAttnError, UnsupportedError
 from .config import GEMMA
 from .packages import require
 from .tokenizer import Tokenizer
@@ -78,6 +78,8 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     UnsupportedError
         Another format, an architecture that is not offered, or a package that is not installed.
     """
+    if not isinstance(path, str | Path):
+        raise DTypeError(f"path: expected a .gguf file or a folder of safetensors, got {path!r:.60}")
     path = Path(path).expanduser()
     if path.is_dir():
         return _load_folder(path)

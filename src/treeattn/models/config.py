@@ -54,8 +54,11 @@ class ModelConfig:
         spec = spec_from_hf_config(config)
         if spec.model_type not in MODEL_TYPES:
             raise UnsupportedError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {spec.model_type!r}")
-        if not isinstance(hidden_size := text.get("hidden_size"), int):
-            raise ShapeError(f"hidden_size: expected an integer in the configuration, got {hidden_size!r}")
+        if not isinstance(hidden_size := text.get("hidden_size"), int) or hidden_size < 1:
+            raise ShapeError(f"hidden_size: expected an integer above 0 in the configuration, got {hidden_size!r:.60}")
+        rms_eps = text.get("rms_norm_eps", 1e-6)
+        if not isinstance(rms_eps, int | float) or not 0 <= rms_eps < 1:
+            raise ShapeError(f"rms_norm_eps: expected a small number, 0 or more, got {rms_eps!r:.60}")
         for scaling in {rope.scaling for rope in spec.rope if rope}:
             if scaling and (scaling.kind == "dynamic" or scaling.short_factor != scaling.long_factor):
                 raise UnsupportedError(
@@ -63,12 +66,12 @@ class ModelConfig:
                 )
         is_gemma = spec.model_type in GEMMA
         named = text.get("hidden_activation") or text.get("hidden_act") or ("gelu_pytorch_tanh" if is_gemma else "silu")
-        if named not in ACTIVATIONS:
-            raise UnsupportedError(f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, got {named!r}")
+        if not isinstance(named, str) or named not in ACTIVATIONS:
+            raise UnsupportedError(f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, got {named!r:.60}")
         return cls(
             attention=spec,
             hidden_size=hidden_size,
-            rms_eps=float(text.get("rms_norm_eps", 1e-6)),
+            rms_eps=float(rms_eps),
             activation=ACTIVATIONS[named],
             embedding_scale=math.sqrt(hidden_size) if is_gemma else 1.0,
         )

@@ -91,6 +91,6 @@ def library(name: str) -> Callable[[Float32Array], Weight]:
     UnsupportedError
         A name that is not in `LIBRARIES`.
     """
-    if name not in LIBRARIES:
+    if not isinstance(name, str) or name not in LIBRARIES:
         raise UnsupportedError(f"linear: expected one of {', '.join(LIBRARIES)}, got {name!r}")
     return LIBRARIES[name]

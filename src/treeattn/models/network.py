@@ -47,11 +47,12 @@ class Model:
         self.config, self.seconds = config, {"attention": 0.0, "products": 0.0, "forward": 0.0}
         self._warm: set[str] = set()
         take = _Taker(weights, library(linear))
-        self._output = take.linear("output" if "output.weight" in weights else "token_embd")
-        self._embedding: Float32Array | None = weights["token_embd.weight"] if "output.weight" in weights else None
-        self._output_norm = take.vector("output_norm.weight")
+        embedding = take.array("token_embd.weight", None, config.hidden_size)
+        self.vocab_size, is_tied = len(embedding), "output.weight" not in weights
+        self._output = take.linear(config.hidden_size, {"token_embd" if is_tied else "output": self.vocab_size})
+        self._embedding: Float32Array | None = None if is_tied else embedding
+        self._output_norm = take.array("output_norm.weight", config.hidden_size)
         self._layers = [_Layer(config, layer, take) for layer in range(config.attention.num_layers)]
-        self.vocab_size = len(weights["token_embd.weight"])
 
     def new_cache(self, num_pages: int, page_size: int = 16, dtype: str = "float32") -> PagedKVCache:
         """Return an empty cache of ``num_pages`` pages for this model's layers."""
@@ -131,39 +132,54 @@ class Model:
 
 
 class _Taker:
-    """Weights by name, each taken once."""
+    """Weights by name, of the shape that the configuration says."""
 
     def __init__(self, weights: Weights, pack: Callable[[Float32Array], Weight]) -> None:
         self._weights, self._pack = weights, pack
 
-    def vector(self, name: str) -> Float32Array:
+    def array(self, name: str, *shape: int | None) -> Float32Array:
+        """Return a weight, of any size where ``shape`` has None."""
         if name not in self._weights:
             raise ModelFileError(f"{name}: expected in the model file, which lacks it; is the download complete?")
-        return self._weights[name]
+        array = self._weights[name]
+        sizes = zip(array.shape, shape, strict=False)
+        if array.ndim != len(shape) or any(wanted not in (None, got) for got, wanted in sizes):
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ModelFileError(
+                f"{name}: expected shape [{wanted}] by the configuration, got {list(array.shape)}; "
+                "are both of one model?"
+            )
+        return array
 
-    def maybe(self, name: str) -> Float32Array | None:
-        return self._weights.get(name)
+    def maybe(self, name: str, size: int) -> Float32Array | None:
+        return self.array(name, size) if name in self._weights else None
 
-    def linear(self, *names: str) -> Linear:
-        """Return one product that gives the outputs of all of ``names``, one after the other."""
-        weight = np.concatenate([self.vector(f"{name}.weight") for name in names])
-        biases = [bias for name in names if (bias := self.maybe(f"{name}.bias")) is not None]
-        return Linear(self._pack(weight), np.concatenate(biases) if biases else None)
+    def linear(self, inputs: int, outputs: dict[str, int]) -> Linear:
+        """Return one product that gives so many outputs of each name, one after the other."""
+        weight = np.concatenate([self.array(f"{name}.weight", size, inputs) for name, size in outputs.items()])
+        biases = [self.maybe(f"{name}.bias", size) for name, size in outputs.items()]
+        if all(bias is None for bias in biases):
+            return Linear(self._pack(weight), None)
+        parts = zip(biases, outputs.values(), strict=True)
+        filled = [np.zeros(size, np.float32) if bias is None else bias for bias, size in parts]
+        return Linear(self._pack(weight), np.concatenate(filled))
 
 
 class _Layer:
     def __init__(self, config: ModelConfig, index: int, take: _Taker) -> None:
         self._config, self._index, name = config, index, f"blk.{index}."
-        self._qkv = take.linear(name + "attn_q", name + "attn_k", name + "attn_v")
-        self._attn_output = take.linear(name + "attn_output")
-        self._gate_up = take.linear(name + "ffn_gate", name + "ffn_up")
-        self._down = take.linear(name + "ffn_down")
-        self._attn_norm, self._ffn_norm = take.vector(name + "attn_norm.weight"), take.vector(name + "ffn_norm.weight")
-        self._q_norm, self._k_norm, self._after_attn, self._after_ffn = (
-            take.maybe(f"{name}{part}.weight")
-            for part in ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
+        spec, hidden = config.attention, config.hidden_size
+        q, kv = spec.q_heads * spec.d_qk, spec.kv_heads * spec.d_qk
+        inner = len(take.array(name + "ffn_gate.weight", None, hidden))
+        self._qkv = take.linear(hidden, {name + "attn_q": q, name + "attn_k": kv, name + "attn_v": kv})
+        self._attn_output = take.linear(q, {name + "attn_output": hidden})
+        self._gate_up = take.linear(hidden, {name + "ffn_gate": inner, name + "ffn_up": inner})
+        self._down = take.linear(inner, {name + "ffn_down": hidden})
+        self._attn_norm, self._ffn_norm = (take.array(f"{name}{part}_norm.weight", hidden) for part in ("attn", "ffn"))
+        self._q_norm, self._k_norm = (take.maybe(f"{name}attn_{part}_norm.weight", spec.d_qk) for part in "qk")
+        self._after_attn, self._after_ffn = (
+            take.maybe(f"{name}{part}_norm.weight", hidden) for part in ("post_attention", "post_ffw")
         )
-        spec = config.attention
         self._rope = spec.rope[index]
         self._attend = {"window": spec.windows[index], "sm_scale": spec.sm_scale, "softcap": spec.softcap}
 

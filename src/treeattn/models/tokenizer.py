@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import DTypeError, UnsupportedError
 from .packages import require
 
 CONTROL = 3  # GGUF's token type of special tokens
@@ -51,9 +51,12 @@ class Tokenizer:
             core = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exception
             raise UnsupportedError(f"{path}: cannot read this tokenizer ({error})") from None
-        text = config.get("text_config") or config
+        text = config.get("text_config")
+        text = text if isinstance(text, Mapping) else config
         eos = config.get("eos_token_id", text.get("eos_token_id"))
         stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(isinstance(token, int) for token in stops):
+            raise DTypeError(f"eos_token_id: expected a token or a list of them, got {eos!r:.60}")
         first = core.encode("").ids  # what the file's own post-processor puts in front
         return cls(core, _stop_tokens(core, stops), first[0] if first else None)
 
@@ -79,6 +82,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, the first token of every prompt included."""
+        text = text.encode(errors="replace").decode()  # a half of a surrogate pair alone is no text
         tokens: list[int] = self.core.encode(text, add_special_tokens=False).ids
         return tokens if self.bos_token is None else [self.bos_token, *tokens]
 

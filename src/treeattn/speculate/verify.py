@@ -152,7 +152,7 @@ def verify_sampling(
         Arrays that do not fit the tree, a visited row that holds no probabilities, a token its draft cannot have drawn,
         several roots without ``root_probs``, or a node after which nothing is allowed.
     """
-    rng = np.random.default_rng(rng)
+    rng = _generator(rng)
     if not isinstance(tree, TokenTree):
         batch = _batch(
             tree, draft_tokens=draft_tokens, target_probs=target_probs, draft_probs=draft_probs, allowed=allowed
@@ -165,6 +165,11 @@ def verify_sampling(
         ]
     draft = _Draft(tree, draft_tokens, _Rows(target_probs, "target_probs", tree, root_probs), allowed)
     drawn_from = None if draft_probs is None else _Rows(draft_probs, "draft_probs", tree, root_draft_probs)
+    if drawn_from and drawn_from.vocab != draft.target.vocab:
+        raise ShapeError(
+            f"draft_probs: expected shape [{tree.num_nodes}, {draft.target.vocab}] as target_probs has, got "
+            f"[{tree.num_nodes}, {drawn_from.vocab}]; give tokens that one of the models lacks probability 0"
+        )
 
     def choose(node: int, children: list[int]) -> tuple[int | None, int]:
         p = draft.target.probabilities(node, draft.allowed_after(node))
@@ -196,6 +201,9 @@ class _Rows:
             raise ShapeError(f"{name}: expected shape [{tree.num_nodes}, vocab], got {list(self.array.shape)}")
         self.vocab = self.array.shape[1]
         self.root = None if root is None else to_numpy(root, name)
+        for rows in (self.array, self.root):
+            if rows is not None and rows.dtype.kind not in "fiu" and rows.dtype.name != "bfloat16":
+                raise DTypeError(f"{name}: expected floating-point numbers, got dtype {rows.dtype}; convert it first")
         if self.root is not None and self.root.shape != (self.vocab,):
             raise ShapeError(f"{name}: expected [{self.vocab}] for the root, got {list(self.root.shape)}")
 
@@ -282,6 +290,13 @@ class _Draft:
             node = child
 
 
+def _generator(rng: Any) -> np.random.Generator:
+    try:
+        return np.random.default_rng(rng)
+    except (TypeError, ValueError) as error:
+        raise DTypeError(f"rng: expected a numpy.random.Generator or a seed, got {rng!r:.60} ({error})") from None
+
+
 def _without(p: Probs, token: int) -> Probs:
     rest: Probs = p.copy()
     rest[token] = 0
@@ -327,6 +342,10 @@ def _split(value: Any, ends: NDArray[Any], name: str) -> Sequence[Any]:
 
 def _per_tree(value: Any, count: int, name: str) -> Sequence[Any]:
     values: Sequence[Any] = [None] * count if value is None else value
-    if len(values) != count:
-        raise ShapeError(f"{name}: expected one of each of {count} trees, got {len(values)}")
+    try:
+        got = len(values)
+    except TypeError:
+        raise DTypeError(f"{name}: expected a list with one of each tree, got {type(value).__name__}") from None
+    if got != count:
+        raise ShapeError(f"{name}: expected one of each of {count} trees, got {got}")
     return values

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import store
-from .checkpoint import ModelFileError
+from . import store
+from .models.checkpoint import ModelFileError
 
 CHUNK = 1 << 20
 POLL = 0.1  # seconds
