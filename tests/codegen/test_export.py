@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 import treeattn as ta
 from treeattn.ahead import compiled, definitions, export, vendor
-from treeattn.ahead.describe import describe
+from treeattn.ahead.describe import KEYS, MASKS, describe
 from treeattn.cli import main
 from treeattn.errors import CompileError, TreeAttnError, UnsupportedError
 from treeattn.kernels.gpu import arguments
@@ -374,3 +375,9 @@ def test_every_definition_is_used():
     names |= {*arguments.VALUES, *arguments.TABLE_HEADER, "num_blocks"}
     defined = {*definitions.SCALARS, *definitions.PARTS, *definitions.LAYER, *definitions.SCRATCH, *definitions.PACKED}
     assert names == defined
+
+
+def test_the_document_names_everything():
+    text = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    for name in (*KEYS, *MASKS, *definitions.PARTS, "plan", "tables", "partial", *export.SUFFIXES, *KNOWN):
+        assert f"`{name}`" in text or f" {name} " in text or f"`{name} " in text or f" {name}`" in text, name
