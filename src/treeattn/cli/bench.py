@@ -57,9 +57,13 @@ def command(
 
     Exit status 1 where a result is not attention; a missed goal is only shown.
     """
+    if estimate != (target == "cuda"):
+        raise click.UsageError(
+            "--target cuda needs --estimate, and the other way round; benchmarks/cuda_check.py times it"
+        )
     from ..bench.timer import quiet_workers
 
-    if not as_is:
+    if not (as_is or estimate):
         quiet_workers()
     from ..bench import report, rivals, workloads
     from ..targets import available_threads
@@ -68,10 +72,6 @@ def command(
     if only_list:
         click.echo("\n".join(map(_describe, chosen)))
         return 0
-    if estimate != (target == "cuda"):
-        raise click.UsageError(
-            "--target cuda needs --estimate, and the other way round; benchmarks/cuda_check.py times it"
-        )
     if estimate:
         _estimate(chosen, dtypes, gpu, as_json)
         return 0
