@@ -17,7 +17,7 @@ import pytest
 import treeattn as ta
 from treeattn.compiler import gpu_sources
 from treeattn.kernels.spec import KernelSpec
-from treeattn.schedules.gpu import TILES
+from treeattn.schedules.gpu import TILES, choose
 from treeattn.schedules.mma import MmaTile
 from treeattn.targets import GPUS
 
@@ -66,10 +66,10 @@ SPECS = {
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", SPECS)
-def test_tensor_cores_without_spills(name, arch, tmp_path):
+@pytest.mark.parametrize(("name", "rows"), [*((name, 64) for name in SPECS), ("d128", 16), ("d128", 32), ("d256", 16)])
+def test_tensor_cores_without_spills(name, rows, arch, tmp_path):
     spec = SPECS[name]
-    tile = MmaTile(columns=32) if spec.d_qk > 128 else MmaTile()
+    tile = choose(spec, replace(GPUS["cuda"], arch=arch), rows)
     cubin, registers, spilled, static = compiled(spec, tile, arch, tmp_path)
     assert spilled == 0
     shared = static + tile.dynamic_bytes(spec)
@@ -81,10 +81,10 @@ def test_tensor_cores_without_spills(name, arch, tmp_path):
     if (tool := nvdisasm()) is None:
         pytest.skip("compiled; nvdisasm is not installed, so instructions were not counted")
     listing = subprocess.run([tool, cubin], capture_output=True, text=True, check=True).stdout
-    products = tile.columns // 8 * (spec.d_qk // 16) + tile.columns // 16 * (spec.d_v // 8)
+    products = tile.own_columns // 8 * (spec.d_qk // 16) + tile.own_columns // 16 * (spec.d_v // 8)
     kind = "HMMA.16816.F32.BF16" if "bfloat16" in name else "HMMA.16816.F32"
     assert len(re.findall(rf"\b{re.escape(kind)}\b", listing)) >= products
-    loads = tile.columns // 16 * (spec.d_qk + spec.d_v) // 16
+    loads = tile.own_columns // 16 * (spec.d_qk + spec.d_v) // 16
     assert len(re.findall(r"\bLDSM\.16\.M(?:T?)88\.4\b", listing)) >= loads
     assert "LDGSTS" in listing
 

@@ -82,6 +82,15 @@ def test_the_order_of_threads_and_blocks_changes_nothing():
         np.testing.assert_array_equal(lse, results[0][1])
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 16, 32, 33])
+def test_tiles_of_few_and_many_rows(rows, d):
+    """Warps that share rows, each with its own columns, merge their states in the end."""
+    lengths = ((rows, 200), (max(rows // 2, 1), 61), (rows, rows))
+    for mask in ("tree", "causal"):
+        assert_right(case_of(rows, mask=mask, d_qk=d, lengths=lengths, q_heads=1, kv_heads=1))
+
+
 # keys split between blocks -----------------------------------------------------------------------------------------
 
 
@@ -125,11 +134,12 @@ def test_dropped_columns_keep_their_positions():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("mask", ["tree", "causal"])
-def test_values_that_are_no_numbers_reach_only_rows_that_see_them(mask, value, dtype):
-    case = case_of(9, mask=mask, storage="ragged", lengths=((70, 100), (20, 31)), q_heads=2, kv_heads=1, dtype=dtype)
+@pytest.mark.parametrize(("mask", "rows"), [("tree", 70), ("causal", 70), ("tree", 15), ("causal", 7)])
+def test_values_that_are_no_numbers_reach_only_rows_that_see_them(mask, rows, value, dtype):
+    lengths = ((rows, 100), (rows // 2, 31 + rows // 2))
+    case = case_of(9, mask=mask, storage="ragged", lengths=lengths, q_heads=2, kv_heads=1, dtype=dtype)
     v = case.kv.v.copy()
-    columns = np.random.default_rng(0).choice(np.arange(40, 131), 12, replace=False)
+    columns = np.random.default_rng(0).choice(np.arange(100 - rows, len(v)), 12, replace=False)
     v[columns, 0, np.arange(12)] = value
     poisoned = replace(case, kv=replace(case.kv, v=v))
     want = poisoned.expected[0]
@@ -191,8 +201,9 @@ def spec(**options):
 
 
 def test_tensor_cores_serve_what_they_can():
-    assert choose(spec(), GPUS["cuda"], 4) == MmaTile()
-    assert choose(spec(d_qk=256, d_v=256), GPUS["cuda"], 4) == MmaTile(columns=32)
+    tiles = [choose(spec(), GPUS["cuda"], rows) for rows in (1, 16, 17, 32, 33, 1000)]
+    assert tiles == [*2 * [MmaTile(1, 4)], *2 * [MmaTile(2, 2)], *2 * [MmaTile()]]
+    assert choose(spec(d_qk=256, d_v=256), GPUS["cuda"], 100) == MmaTile(columns=32)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +231,7 @@ def test_older_gpus_and_small_ones():
 
 def test_the_choice_leaves_registers_for_the_rest():
     """On a GPU with much shared memory too, where larger tiles would fit."""
-    assert choose(spec(d_qk=256, d_v=256), replace(GPUS["cuda"], arch="sm_90a"), 4) == MmaTile(columns=32)
+    assert choose(spec(d_qk=256, d_v=256), replace(GPUS["cuda"], arch="sm_90a"), 100) == MmaTile(columns=32)
 
 
 # large trees -------------------------------------------------------------------------------------------------------

@@ -101,6 +101,10 @@ def test_the_unchanged_kernel_passes():
 
 BARRIERS = occurrences(r"__syncthreads\(\);")
 WAITS = occurrences(r"tvm_builtin_ptx_cp_async_wait_group\w+\(\);")
+ROWS = re.search(r"\(\(v_\d+ \* 16\) < (v_\d+)\)", TEXT)[1]
+STAGE, _, OTHER = re.search(r"int (v_\d+) = (_ptr_\d+)\[0\];\s+int (v_\d+) = \(1 - \2\[0\]\);", TEXT).groups()
+SCALE = re.search(r"float (v_\d+) = \(v_\d+ \* \(\*\(float", TEXT)[1]
+PAGE = r"plan\[\(\((v_\d+) \+ (v_\d+)\) \+ (v_\d+)\)\];\s+int64_t"
 SHUFFLE = r"__shfl_xor_sync\(\(uint\)4294967295, (\w+), 2,"
 TEXTUAL = {
     "waits for one group too few": (r"wait_group_0\(", "wait_group_1("),
@@ -111,14 +115,14 @@ TEXTUAL = {
     "a node sees the next in order": (r"(_ptr_\d+\[\d\]) < (v_\d+)\)\)\) \?", r"\1 <= \2))) ?"),
     "columns past the last are seen": (r"\(\((v_\d+) < (v_\d+)\) && \(\(_ptr", r"((\1 <= \2) && ((_ptr"),
     "values past the last are copied": (r"\? \(uint\)16 : \(uint\)0", "? (uint)16 : (uint)16"),
-    "the other stage is read": (r"\(v_120 \* 64\)", "(v_121 * 64)"),
+    "the other stage is read": (rf"\({STAGE} \* 64\)", f"({OTHER} * 64)"),
     "maxima of two lanes": (SHUFFLE, r"__shfl_xor_sync((uint)4294967295, \1, 1,"),
-    "sums are not rescaled": (r"(_ptr_7\[[^\]]*\(v_\d+ \* 4\)[^\]]*\]) \* _ptr_\d+\[\d\]\)", r"\1)"),
+    "sums are not rescaled": (r"(_ptr_\d+\[[^\]]*\* 4[^\]]*\]) = \(\1 \* _ptr_\d+\[\d\]\)", r"\1 = \1"),
     "infinities are not looked for": (r"\(\(int\)tvm_builtin_cuda_sync", "(0*(int)tvm_builtin_cuda_sync"),
-    "rows past the last are stored": (r"if \((v_\d+) < v_25\)", "if (true)"),
-    "one page too far": (r"plan\[\(\(v_29 \+ (v_\d+)\) \+ v_5\)\]", r"plan[((v_29 + \1) + v_5) + 1]"),
-    "slots past the page": (r"(v_\d+) = \((v_\d+) - \((v_\d+) \* v_14\)\)", r"\1 = \2"),
-    "the scale is forgotten": (r"\* v_179\)", "* 1.0f)"),
+    "rows past the last are stored": (rf"if \((v_\d+) < {ROWS}\)", "if (true)"),
+    "one page too far": (PAGE, r"plan[((\1 + \2) + \3) + 1]; int64_t"),
+    "slots past the page": (r"(v_\d+) = \((v_\d+) - \((v_\d+) \* v_\d+\)\)", r"\1 = \2"),
+    "the scale is forgotten": (rf"\* {SCALE}\)", "* 1.0f)"),
     "a span is skipped": (r"(_ptr_\d+\[0\]) = \(\1 \+ 1\);", r"\1 = (\1 + 2);"),
 }
 FAULTS = {

@@ -27,6 +27,7 @@ from .workloads import Problem, Workload, build
 
 PRODUCT_FLOPS = 2 * 16 * 8 * 16  # of one mma.m16n8k16
 REGISTERS = 65536  # of a multiprocessor
+CORES = 4  # tensor cores of a multiprocessor; a warp works on one of them
 RESERVED_BYTES = 1024  # shared memory that a block takes besides its own
 STATE_FIELDS = 2  # of a row's partial state, after its sums
 FLOAT_BYTES = 4
@@ -90,7 +91,7 @@ class Estimate:
     products: int
     """``mma`` instructions of all warps."""
     busiest: int
-    """Those of the busiest multiprocessor."""
+    """Those of the busiest multiprocessor, or as many as it could do while its longest warp works."""
     useful_bytes: float
     useful_flops: float
 
@@ -128,7 +129,7 @@ def estimate(workload: Workload, dtype: str, gpu: Gpu) -> Estimate:
         reasons = "; ".join(MmaTile().legal(spec, gpu.traits))
         raise UnsupportedError(f"estimate: {workload.name} {dtype} is not for tensor cores ({reasons})")
     work = plan_of(problem, tile, gpu)
-    products = _products(work, tile, workload.d)
+    products, chain = _products(work, tile, workload.d)
     element = numpy_dtype(dtype).itemsize
     rows = len(problem.q) * workload.q_heads
     items = work.parts["items"]
@@ -142,7 +143,7 @@ def estimate(workload: Workload, dtype: str, gpu: Gpu) -> Estimate:
         memory_bytes=problem.num_bytes + results + 2 * states,
         cache_bytes=2.0 * int(columns.sum()) * workload.d * element,
         products=int(products.sum()),
-        busiest=_busiest(products, gpu.multiprocessors),
+        busiest=max(_busiest(products, gpu.multiprocessors), chain * CORES),
         useful_bytes=problem.num_bytes,
         useful_flops=problem.flops,
     )  # fmt: skip
@@ -167,13 +168,14 @@ def _columns(work: DeviceWork) -> Any:
     return before[items[:, 6]] - before[items[:, 5]]
 
 
-def _products(work: DeviceWork, tile: MmaTile, d: int) -> Any:
-    """``mma`` instructions of each item: whole blocks of columns, for every warp that has rows."""
+def _products(work: DeviceWork, tile: MmaTile, d: int) -> tuple[Any, int]:
+    """``mma`` instructions of each item (whole blocks of columns, for every warp that has rows), and most of a warp."""
     spans, items = work.parts["spans"].astype(np.int64), work.parts["items"]
     blocks = np.concatenate([[0], np.cumsum(-(-(spans[:, 1] - spans[:, 0]) // tile.columns))])
     warps = -(-items[:, 4] // 16)
     each = tile.columns // 8 * (d // 16) + tile.columns // 16 * (d // 8)
-    return (blocks[items[:, 6]] - blocks[items[:, 5]]) * warps * each
+    visited = blocks[items[:, 6]] - blocks[items[:, 5]]
+    return visited * warps * each, int(visited.max(initial=0)) * each // tile.column_warps
 
 
 def _busiest(products: Any, multiprocessors: int) -> int:

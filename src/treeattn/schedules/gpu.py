@@ -108,9 +108,8 @@ def choose(spec: KernelSpec, traits: GpuTraits, rows: int) -> AnyTile:
     UnsupportedError
         None is legal; the message gives the reasons.
     """
-    for tensor_cores in mma.TILES:
-        if not tensor_cores.legal(spec, traits):
-            return tensor_cores
+    if tensor_cores := mma.choose(spec, traits, rows):
+        return tensor_cores
     reasons = {tile: tile.legal(spec, traits) for tile in TILES}
     legal = [tile for tile in TILES if not reasons[tile]]
     if not legal:

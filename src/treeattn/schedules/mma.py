@@ -8,7 +8,7 @@ from ..kernels.spec import KernelSpec
 from ..targets import GpuTraits
 
 CHUNK = 8  # elements of 16 bits that are copied at once, and by which rows in shared memory are longer
-ELEMENT = 2  # bytes
+ELEMENT, FLOAT = 2, 4  # bytes
 WARP, WARP_ROWS = 32, 16
 MOST_KEPT = 128  # dims of queries that registers hold beside everything else
 MOST_FRAGMENTS = 160  # registers of a thread; with more, the rest spills
@@ -21,14 +21,28 @@ class MmaTile:
 
     Parameters
     ----------
-    warps : int
-        Of a block; each has 16 rows.
+    row_warps : int
+        Warps of a block that have rows of their own, 16 each.
+    column_warps : int
+        Warps that share those rows and take turns at the columns of a block: with few rows, all of a
+        multiprocessor's tensor cores have work. They merge at the end.
     columns : int
         Of a block of columns, a multiple of 16.
     """
 
-    warps: int = 4
+    row_warps: int = 4
+    column_warps: int = 1
     columns: int = 64
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.row_warps * self.column_warps
+
+    @property
+    def own_columns(self) -> int:
+        """Columns of a block that are a warp's."""
+        return self.columns // self.column_warps
 
     @property
     def threads(self) -> int:
@@ -38,7 +52,7 @@ class MmaTile:
     @property
     def rows(self) -> int:
         """Rows of a tile."""
-        return self.warps * WARP_ROWS
+        return self.row_warps * WARP_ROWS
 
     def keeps_query(self, spec: KernelSpec) -> bool:
         """Whether queries stay in registers; then they pass through the stage of the second block of keys."""
@@ -55,12 +69,16 @@ class MmaTile:
 
     def fragments(self, spec: KernelSpec) -> int:
         """Registers of a thread that hold sums, scores, weights and queries."""
-        return spec.d_v // 2 + self.columns // 2 + self.columns // 4 + self.query_words(spec)
+        return spec.d_v // 2 + self.own_columns // 2 + self.own_columns // 4 + self.query_words(spec)
 
     def stage_elements(self, spec: KernelSpec) -> int:
         """Elements of dynamic shared memory: two blocks of keys and values, and queries that are not kept."""
         blocks = 2 * self.columns * (spec.d_qk + spec.d_v + 2 * CHUNK)
         return blocks if self.keeps_query(spec) else blocks + self.rows * (spec.d_qk + CHUNK)
+
+    def merge_elements(self, spec: KernelSpec) -> int:
+        """Elements of that memory which merging takes, after the last block."""
+        return self.warps * WARP_ROWS * (spec.d_v + 1) * (FLOAT // ELEMENT)
 
     def dynamic_bytes(self, spec: KernelSpec) -> int:
         """Bytes of dynamic shared memory of a block."""
@@ -82,13 +100,21 @@ class MmaTile:
             f"head sizes {sizes} are not multiples of 16 up to 256": any(d % 16 or d > 256 for d in sizes),
             "keys are rotated as they are read": spec.rope is not None,
             "values are parts of keys (MLA)": spec.shared,
-            f"{self.columns} columns are no multiple of 16 up to {self.threads}, one a thread": self.columns % 16
+            f"{self.columns} columns are no multiple of 16 a warp up to {self.threads}, one a thread": self.columns
+            % (16 * self.column_warps)
             or self.columns > self.threads,
+            "merging takes more memory than the blocks": self.merge_elements(spec) > self.stage_elements(spec),
             f"{self.fragments(spec)} registers of fragments of {MOST_FRAGMENTS}": self.fragments(spec) > MOST_FRAGMENTS,
             f"{needed} bytes of shared memory of {traits.dynamic_bytes}": needed > traits.dynamic_bytes,
         }
         return [reason for reason, broken in rules.items() if broken]
 
 
-TILES = (MmaTile(), MmaTile(columns=32))
-"""In order of preference: queries of more than 128 dims leave room for fewer columns."""
+TILES = (MmaTile(1, 4), MmaTile(2, 2), MmaTile(), MmaTile(1, 2, 32), MmaTile(columns=32))
+"""In order of preference, by rising rows; queries of more than 128 dims leave room for fewer columns."""
+
+
+def choose(spec: KernelSpec, traits: GpuTraits, rows: int) -> MmaTile | None:
+    """Return the first legal tile that holds ``rows`` rows, or the legal one with most rows; None without any."""
+    legal = [tile for tile in TILES if not tile.legal(spec, traits)]
+    return next((tile for tile in legal if tile.rows >= rows), max(legal, key=lambda tile: tile.rows, default=None))

@@ -75,8 +75,9 @@ class Stages:
     """
 
     def __init__(self, spec: KernelSpec, config: Any) -> None:
-        self.data = dynamic(config.stage_elements(spec), "uint16")
-        self.words = part(self.data, config.stage_elements(spec) // 2, 0, "uint32")
+        self.size = config.stage_elements(spec)
+        self.data = dynamic(self.size, "uint16")
+        self.words = part(self.data, self.size // 2, 0, "uint32")
         self.key_row, self.value_row = spec.d_qk + CHUNK, spec.d_v + CHUNK
         self.columns = config.columns
         self.queries = config.query_at(spec)
@@ -129,14 +130,17 @@ class RowTile:
     def __init__(self, spec: KernelSpec, config: Any, args: GpuArguments, tile: Tile, thread: Expr) -> None:
         self.spec, self.config, self.args, self.tile, self.thread = spec, config, args, tile, thread
         self.warp, self.lane = let(T.truncdiv(thread, WARP)), let(thread % WARP)
+        self.row_warp = let(T.truncdiv(self.warp, config.column_warps))
+        self.column_warp = let(self.warp % config.column_warps)
+        self.own = config.own_columns
         self.mine, self.place = let(T.truncdiv(self.lane, QUAD)), let(self.lane % QUAD)
-        self.has_rows = let(self.warp * WARP_ROWS < tile.num_rows)
+        self.has_rows = let(self.row_warp * WARP_ROWS < tile.num_rows)
         self.stages = Stages(spec, config)
         self.keys_at, self.values_at = (shared(2 * config.columns, args.index) for _ in range(2))
         self.query = private(config.query_words(spec), "uint32")
         self.loaded = private(4, "uint32")
-        self.weights = private(config.columns // 4, "uint32")
-        self.scores = private(config.columns // 2)
+        self.weights = private(self.own // 4, "uint32")
+        self.scores = private(self.own // 2)
         self.sums = private(spec.d_v // 2)
         self.maximum, self.denominator, self.factor = (private(len(ROWS)) for _ in range(3))
         self.slopes, self.positions = (private(len(ROWS)) for _ in range(2))
@@ -165,7 +169,7 @@ class RowTile:
     # --- before the first block ---------------------------------------------------------------------------------------
 
     def _row(self, i: int) -> Expr:
-        return self.warp * WARP_ROWS + self.mine + i * (WARP_ROWS // 2)
+        return self.row_warp * WARP_ROWS + self.mine + i * (WARP_ROWS // 2)
 
     def _begin(self) -> None:
         """Start empty sums, and load what the rows' logits and masks need; rows past the last repeat it."""
@@ -175,7 +179,7 @@ class RowTile:
             token, head = let(tile.token(row)), let(tile.q_head(row))
             maximum, denominator = start(args.sink_logits[head] if "sinks" in spec.logits else None)
             if "sinks" in spec.logits:  # of a split tile, merging adds the sink
-                first = let(all_of(tile.kind < 0, self.place == 0))
+                first = let(all_of(tile.kind < 0, self.place == 0, self.column_warp == 0))
                 denominator = T.Select(first, denominator, f32(0.0))
             put(self.maximum, i, maximum)
             put(self.denominator, i, denominator)
@@ -203,7 +207,7 @@ class RowTile:
                 self._load_query(k, k * 4)
 
     def _load_query(self, k: Expr, at: Expr) -> None:
-        row = self.stages.query(self.warp * WARP_ROWS + self.lane % 16)
+        row = self.stages.query(self.row_warp * WARP_ROWS + self.lane % 16)
         ptx.load_fragments(self.query, at, self.stages.data, row + k * 16 + T.truncdiv(self.lane, 16) * CHUNK)
 
     # --- copies into shared memory ------------------------------------------------------------------------------------
@@ -307,15 +311,16 @@ class RowTile:
 
     def _score(self, parity: Expr) -> None:
         """``scores = queries . keys``."""
-        key = let(self.stages.key(parity, self.lane % 8 + T.truncdiv(self.lane, 16) * 8) + self.lane % 16 // 8 * CHUNK)
-        with unrolled(self.config.columns // 2) as j:
+        column = self.column_warp * self.own + self.lane % 8 + T.truncdiv(self.lane, 16) * 8
+        key = let(self.stages.key(parity, column) + self.lane % 16 // 8 * CHUNK)
+        with unrolled(self.own // 2) as j:
             put(self.scores, j, f32(0.0))
         with unrolled(self.spec.d_qk // 16) as k:
             query = k * 4
             if not self.config.keeps_query(self.spec):
                 self._load_query(k, 0)
                 query = 0
-            with unrolled(self.config.columns // 16) as j:
+            with unrolled(self.own // 16) as j:
                 ptx.load_fragments(self.loaded, 0, self.stages.data, key + j * (16 * self.stages.key_row) + k * 16)
                 for half in range(2):
                     self._multiply(self.scores, (j * 2 + half) * 4, self.query, query, half)
@@ -326,18 +331,21 @@ class RowTile:
 
     def _each_score(self, body: Callable[[Expr, int], None]) -> None:
         """Run ``body(at, i)`` for every score of the lane and its row."""
-        with unrolled(self.config.columns // 8) as j:
+        with unrolled(self.own // 8) as j:
             for i in ROWS:
                 for e in range(2):
                     body(j * 4 + i * 2 + e, i)
 
     def _column(self, j: Expr, e: int) -> Expr:
+        return self.column_warp * self.own + j * 8 + self.place * 2 + e
+
+    def _dim(self, j: Expr, e: int) -> Expr:
         return j * 8 + self.place * 2 + e
 
     def _adjust(self, first: Expr, count: Expr) -> None:
         """Scale to base-2 units, then soft-cap and ALiBi."""
         args, scale, parts = self.args, let(self.args.sm_scale * f32(LOG2_E)), self.spec.logits
-        with unrolled(self.config.columns // 8) as j:
+        with unrolled(self.own // 8) as j:
             for e in range(2):
                 if "alibi" in parts:
                     column = args.column(self.tile, let(first + smaller(self._column(j, e), count - 1)))
@@ -361,7 +369,7 @@ class RowTile:
 
     def _mask(self, first: Expr, count: Expr) -> None:
         """Put `MASKED` where a row does not see a column, or there is none."""
-        with unrolled(self.config.columns // 8) as j:
+        with unrolled(self.own // 8) as j:
             for e in range(2):
                 sees = self._sees(first, count, let(self._column(j, e)))
                 for i in ROWS:
@@ -375,12 +383,15 @@ class RowTile:
         self._each_score(lambda at, i: put(self.maximum, i, T.max(self.maximum[i], self.scores[at])))
         for i in ROWS:
             put(self.maximum, i, T.ceil(ptx.over_row(self.maximum[i], T.max, let)))
-            put(self.factor, i, rescale(self.factor[i], self.maximum[i], 1))
-            put(self.denominator, i, self.denominator[i] * self.factor[i])
+            self._move_sums(i)
+
+    def _move_sums(self, i: int) -> None:
+        """Rescale sums and denominator of a row from its last maximum, in ``factor``, to the present one."""
+        put(self.factor, i, rescale(self.factor[i], self.maximum[i], 1))
+        put(self.denominator, i, self.denominator[i] * self.factor[i])
         with unrolled(self.spec.d_v // 8) as j:
-            for i in ROWS:
-                for e in range(2):
-                    put(self.sums, j * 4 + i * 2 + e, self.sums[j * 4 + i * 2 + e] * self.factor[i])
+            for e in range(2):
+                put(self.sums, j * 4 + i * 2 + e, self.sums[j * 4 + i * 2 + e] * self.factor[i])
 
     def _weigh(self) -> None:
         """Turn scores into weights, add them to the lane's own denominators, and pack them as fragments."""
@@ -390,13 +401,15 @@ class RowTile:
             put(self.denominator, i, self.denominator[i] + self.scores[at])
 
         self._each_score(weigh)
-        with unrolled(self.config.columns // 4) as w:
+        with unrolled(self.own // 4) as w:
             ptx.pack(self.spec.kv_dtype, self.weights, w, self.scores[w * 2], self.scores[w * 2 + 1])
 
     def _accumulate(self, parity: Expr) -> None:
         """``sums += weights . values``."""
-        value = let(self.stages.value(parity, self.lane % 16) + T.truncdiv(self.lane, 16) * CHUNK)
-        with unrolled(self.config.columns // 16) as k, unrolled(self.spec.d_v // 16) as j:
+        value = let(
+            self.stages.value(parity, self.column_warp * self.own + self.lane % 16) + T.truncdiv(self.lane, 16) * CHUNK
+        )
+        with unrolled(self.own // 16) as k, unrolled(self.spec.d_v // 16) as j:
             at = value + k * (16 * self.stages.value_row) + j * 16
             ptx.load_fragments(self.loaded, 0, self.stages.data, at, transposed=True)
             for half in range(2):
@@ -422,13 +435,14 @@ class RowTile:
 
     def _take_special(self, parity: Expr, first: Expr, count: Expr) -> None:
         """Add infinite and NaN values to rows that see them, and put 0 in their places: 0 times them would be NaN."""
-        with when(self.has_rows), loop(count) as c:
+        begin = let(self.column_warp * self.own)
+        with when(self.has_rows), loop(begin, smaller(count, begin + self.own)) as c:
             sees = self._sees(first, count, c)
             seen = [let(T.cast(sees(i), "int32")) for i in ROWS]
             at = let(self.stages.value(parity, c))
             with unrolled(self.spec.d_v // 8) as j:
                 for e in range(2):
-                    bits = let(self.stages.data[at + self._column(j, e)])
+                    bits = let(self.stages.data[at + self._dim(j, e)])
                     for i in ROWS:
                         place = j * 4 + i * 2 + e
                         taken = all_of(seen[i] == 1, self._is_special(bits))
@@ -459,10 +473,50 @@ class RowTile:
 
     def _end(self) -> None:
         """Add up the denominators, and store the rows: finished, or as the partial state of a split tile."""
-        with when(self.has_rows):
-            for i in ROWS:
-                put(self.denominator, i, ptx.over_row(self.denominator[i], lambda a, b: a + b, let))
+        for i in ROWS:
+            put(self.denominator, i, ptx.over_row(self.denominator[i], lambda a, b: a + b, let))
+        if self.config.column_warps > 1:
+            self._merge_warps()
+        with when(all_of(self.has_rows, self.column_warp == 0)):
             either(self.tile.kind < 0, self._store_finished, self._store_partial)
+
+    def _merge_warps(self) -> None:
+        """Bring the states of the warps that share rows together in the first of them, exactly and in order."""
+        warps, states = self.config.column_warps, part(self.stages.data, self.stages.size // 2, 0, "float32")
+        peaks = shared(self.config.warps * WARP_ROWS)
+
+        def row_of(other: Expr, i: int) -> Expr:
+            warp = self.row_warp * warps + other
+            return warp * WARP_ROWS + self.mine + i * (WARP_ROWS // 2)
+
+        for i in ROWS:
+            with when(self.place == 0):
+                put(peaks, row_of(self.column_warp, i), self.maximum[i])
+        barrier()
+        for i in ROWS:
+            put(self.factor, i, self.maximum[i])
+            for other in range(warps):
+                put(self.maximum, i, T.max(self.maximum[i], peaks[row_of(other, i)]))
+            self._move_sums(i)
+            at = let(row_of(self.column_warp, i) * (self.spec.d_v + 1))
+            with when(self.column_warp > 0):
+
+                def store(dim: Expr, value: Expr, at: Expr = at) -> None:
+                    put(states, at + dim, value)
+
+                self._each_sum(i, store)
+                with when(self.place == 0):
+                    put(states, at + self.spec.d_v, self.denominator[i])
+        barrier()
+        with when(self.column_warp == 0):
+            for other in range(1, warps):
+                for i in ROWS:
+                    at = let(row_of(other, i) * (self.spec.d_v + 1))
+                    put(self.denominator, i, self.denominator[i] + states[at + self.spec.d_v])
+                    with unrolled(self.spec.d_v // 8) as j:
+                        for e in range(2):
+                            place = j * 4 + i * 2 + e
+                            put(self.sums, place, self.sums[place] + states[at + self._dim(j, e)])
 
     def _store_finished(self) -> None:
         args, tile = self.args, self.tile
@@ -497,4 +551,4 @@ class RowTile:
     def _each_sum(self, i: int, store: Callable[[Expr, Expr], None]) -> None:
         with unrolled(self.spec.d_v // 8) as j:
             for e in range(2):
-                store(let(self._column(j, e)), self.sums[j * 4 + i * 2 + e])
+                store(let(self._dim(j, e)), self.sums[j * 4 + i * 2 + e])
