@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from devices import each_target, missing
+from devices import each_target, missing, on
 from helpers import attend, plan_of, rng
 
 import treeattn as ta
 from treeattn.arrays import numpy_dtype
+from treeattn.devices import DeviceArray
 from treeattn.errors import DTypeError, ShapeError, UnsupportedError
 from treeattn.testing import assert_within_budget, make_case
 
@@ -120,3 +121,22 @@ def test_nothing_to_do(target):
     out, lse = ta.attention(np.ones((0, 1, 8), np.float32), kv, ta.Full(), target=target)
     assert out.shape == (0, 1, 8)
     assert lse.shape == (0, 1)
+
+
+@pytest.mark.parametrize("target", [on("webgpu")])
+def test_offsets_past_32_bits_are_refused_where_there_are_no_64(target, monkeypatch):
+    plan = plan_of(make_case(rng(), mask="causal"), target=target)
+    monkeypatch.setattr(DeviceArray, "reach", property(lambda self: 2**31))
+    with pytest.raises(UnsupportedError, match="whose offsets are 32-bit, got 2147483648"):
+        plan.run(make_case(rng(), mask="causal").q)
+
+
+@pytest.mark.parametrize("target", [on("webgpu")])
+def test_more_blocks_than_a_dimension_has(target):
+    """65,600 sequences of one row and one key: every output is the value."""
+    count = 65600
+    k, v = (rng(seed).standard_normal((count, 1, 4), np.float32) for seed in range(2))
+    kv = ta.RaggedKV(k, v, np.arange(count + 1))
+    out, lse = ta.attention(k, kv, ta.Full(), q_indptr=np.arange(count + 1), target=target)
+    assert np.allclose(out, v, rtol=1e-6, atol=0)
+    assert np.allclose(lse, (k * k).sum(-1) / 2 * np.log2(np.e), rtol=1e-5, atol=1e-5)

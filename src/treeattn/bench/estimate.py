@@ -123,6 +123,10 @@ def estimate(workload: Workload, dtype: str, gpu: Gpu) -> Estimate:
         The tensor-core template does not serve it; the message gives the reasons.
     """
     problem = build(workload, dtype)
+    if workload.rope or workload.d_latent:
+        raise UnsupportedError(
+            f"estimate: {workload.name} rotates keys, or has values within them: not for tensor cores"
+        )
     spec = KernelSpec(workload.d, workload.d, dtype, dtype, problem.mask.form)
     tile = choose(spec, gpu.traits, workload.rows)
     if not isinstance(tile, MmaTile):
@@ -152,7 +156,7 @@ def estimate(workload: Workload, dtype: str, gpu: Gpu) -> Estimate:
 def plan_of(problem: Problem, tile: MmaTile, gpu: Gpu) -> DeviceWork:
     """Deal the work of a problem to the multiprocessors of a GPU."""
     work, table = problem.workload, problem.kv.table
-    batch = Batch(problem.q_indptr, table.kv_len, problem.trees)
+    batch = Batch(problem.q_indptr, table.kv_len, problem.mask.trees)
     group = work.q_heads // work.kv_heads
     return make_device_work(
         batch, problem.mask, table, kv_heads=work.kv_heads, group=group, tile=tile, blocks=gpu.multiprocessors,

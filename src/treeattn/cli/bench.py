@@ -116,14 +116,24 @@ def _measure(
 def _estimate(chosen: Sequence[Workload], dtypes: Sequence[str], gpu: str, as_json: bool) -> None:
     from ..bench import estimate
     from ..bench.workloads import HALF_DTYPES
+    from ..errors import UnsupportedError
     from .terminal import console
 
     wanted = dtypes or HALF_DTYPES[:1]
-    found = [estimate.estimate(work, dtype, estimate.KNOWN[gpu]) for work in chosen for dtype in wanted]
+    found, notes = [], []
+    for work, dtype in ((work, dtype) for work in chosen for dtype in wanted):
+        try:
+            found.append(estimate.estimate(work, dtype, estimate.KNOWN[gpu]))
+        except UnsupportedError as error:
+            notes.append(str(error))
     if as_json:
-        click.echo(json.dumps({"estimates": estimate.records(found)}))
-    else:
-        console().print(estimate.table(found))
+        click.echo(json.dumps({"estimates": estimate.records(found), "notes": notes}))
+        return
+    screen = console()
+    if found:
+        screen.print(estimate.table(found))
+    for note in notes:
+        screen.print(note, markup=False)
 
 
 def _describe(work: Workload) -> str:

@@ -87,7 +87,8 @@ class MmaTile:
     def shared_bytes(self, spec: KernelSpec, traits: GpuTraits) -> int:
         """Bytes of shared memory of a block."""
         index = 8 if traits.index == "int64" else 4
-        return self.dynamic_bytes(spec) + 2 * self.columns * 2 * index
+        peaks = self.warps * WARP_ROWS * FLOAT if self.column_warps > 1 else 0
+        return self.dynamic_bytes(spec) + 2 * self.columns * 2 * index + peaks
 
     def legal(self, spec: KernelSpec, traits: GpuTraits) -> list[str]:
         """Return the reasons why this tile cannot run ``spec``; none if it can."""
