@@ -27,7 +27,8 @@ def merge(*states: Any) -> tuple[Any, Any]:
     out : Array
         ``[..., d_v]``, of the kind and dtype of ``out_a``.
     lse : Array
-        ``[...]`` float32, base 2. ``merge(x, nothing)`` is x, and of two empty states ``(0, -inf)``; never NaN.
+        ``[...]`` float32, base 2. ``merge(x, nothing)`` is x, and of two empty states ``(0, -inf)``. No NaN comes of
+        LSEs that are finite or -inf.
 
     Raises
     ------
