@@ -59,10 +59,18 @@ def tokens(array: Any, name: str, device: Device, like: Rows, count: int) -> Row
     wanted = (count, d) if latent else (count, like.heads, d)
     if rows.shape != wanted:
         raise ShapeError(f"{name}: expected shape {list(wanted)}, got {list(rows.shape)}")
-    return Rows(rows, rows.pointer, like.heads, rows.strides[0], 0, 0 if latent else rows.strides[1])
+    return _tokens(rows)
 
 
-def move(source: Rows, target: Rows, reads: Any, writes: Any, rope: Rope | None = None, positions: Any = None) -> None:
+def move(
+    source: Rows,
+    target: Rows,
+    reads: Any,
+    writes: Any,
+    rope: Rope | None = None,
+    positions: Any = None,
+    seq_len: int | None = None,
+) -> None:
     """Copy rows from slots ``reads`` to slots ``writes``, rotated by ``positions`` where ``rope`` is given.
 
     Raises
@@ -82,8 +90,7 @@ def move(source: Rows, target: Rows, reads: Any, writes: Any, rope: Rope | None 
     form = None
     if rope is not None:
         form = rope.style, rope.rotary_dim or d
-        last = max(int(places.max()), 0)
-        tables = rope.tables(d, last, last + 1)
+        tables = rope.tables(d, max(int(places.max()), 0), seq_len)
     blocks = -(-count // THREADS)
     arguments = source.arguments("given") | target.arguments("made")
     arguments |= {"moves": device.upload(moves), "tables": device.upload(tables)}
@@ -100,6 +107,24 @@ def append(
         source = tokens(array, name, pages.device, half, len(places))
         turned = rope if name == "k" else None
         move(source, half, np.arange(len(places)), places, turned, positions)
+
+
+def rotate(x: DeviceArray, rope: Rope, positions: Any, seq_len: int | None = None) -> DeviceArray:
+    """Turn rows ``[n, heads, d]`` by position; see `Rope.rotate`.
+
+    Raises
+    ------
+    ShapeError
+        Not such rows, or another number of positions.
+    """
+    places = np.asarray(positions)
+    if x.ndim != 3 or places.shape != x.shape[:1]:
+        raise ShapeError(
+            f"x: expected [n, heads, d] and a position a row, got {list(x.shape)} and {list(places.shape)} positions"
+        )
+    turned, order = x.device.empty(x.shape, x.dtype), np.arange(len(places))
+    move(_tokens(view(x, "x")), _tokens(view(turned, "x")), order, order, rope, places, seq_len)
+    return turned
 
 
 def compact(pages: DeviceArray, source: Any, target: Any) -> None:
@@ -144,6 +169,11 @@ def merge(states: list[tuple[DeviceArray, DeviceArray]]) -> tuple[DeviceArray, D
             program(arguments, blocks)
         out, lse = made, made_lse
     return out, lse
+
+
+def _tokens(rows: View) -> Rows:
+    heads, step = (1, 0) if rows.ndim == 2 else (rows.shape[1], rows.strides[1])
+    return Rows(rows, rows.pointer, heads, rows.strides[0], 0, step)
 
 
 def _device_of(rows: Rows) -> Device:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import as_kind, check_dtype, empty_like_kind, indices, to_numpy
+from .devices import DeviceArray
 from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 
 Float32Array: TypeAlias = NDArray[np.float32]
@@ -299,7 +300,7 @@ class Rope:
         return _tables(self, d, int(max_position) // TABLE_LOW, seq_len if self.needs_seq_len else None)
 
     def rotate(self, x: Any, positions: Any, seq_len: int | None = None) -> Any:
-        """Turn queries or keys on the host, computing in float32.
+        """Turn queries or keys where they are, computing in float32.
 
         Parameters
         ----------
@@ -315,6 +316,10 @@ class Rope:
         turned : Array
             ``[n, heads, d]``, of the kind and dtype of ``x``.
         """
+        if isinstance(x, DeviceArray):
+            from . import device_ops
+
+            return device_ops.rotate(x, self, positions, seq_len)
         source = to_numpy(x, "x")
         dtype = check_dtype(source.dtype.name, "x")
         if source.ndim != 3:

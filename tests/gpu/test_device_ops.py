@@ -65,6 +65,16 @@ def test_append_rotates_keys(target):
     assert np.array_equal(host[:, 1], there[:, 1])
 
 
+@each_target
+@pytest.mark.parametrize("rope", [ROPE, ta.Rope(theta=5e5)], ids=["gptj part", "neox"])
+def test_rotation(target, rope):
+    x, positions = rng().standard_normal((5, 3, 6), np.float32), np.array([0, 1, 1023, 1024, 70000])
+    turned = rope.rotate(ta.device(target).upload(x), positions)
+    assert np.allclose(turned.numpy(), rope.rotate(x, positions), rtol=0, atol=2e-6)
+    with pytest.raises(ShapeError, match="a position a row"):
+        rope.rotate(ta.device(target).upload(x), positions[1:])
+
+
 @KINDS
 @each_target
 def test_compact_and_copy_page(kind, target):

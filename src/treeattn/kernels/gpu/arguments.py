@@ -1,7 +1,7 @@
 """The arguments of the GPU kernels: eight buffers, the least that every WebGPU device binds, and offsets and strides.
 
-All of a plan's integers are one buffer, all its floats another. ``plan`` begins with a header (`HEADER`, then work
-items from `ITEMS_AT` on) that says where its other parts begin; ``tables`` with `TABLE_HEADER`.
+All of a plan's integers are one buffer, all its floats another. ``plan`` begins with a header (`HEADER`) that says
+where the parts of both begin; ``tables`` begins with `TABLE_HEADER`.
 """
 
 from __future__ import annotations
