@@ -70,8 +70,10 @@ def attention(
         Let threads share the keys of a row, cut at multiples of this many columns: for few rows and heads beside many
         processors. Results still depend on a row's keys and this number alone, but differ from unsplit ones by
         rounding. GPUs split as they need to, without it.
-    target : str, optional
-        ``"llvm"``, the machine at hand.
+    target : str or Device, optional
+        ``"llvm"``, the machine at hand, or a device (`treeattn.device`): ``"cuda"``, ``"opencl"``, ``"webgpu"``. By
+        default where the arrays are. Arrays of the host are copied to a device and the result back; what is on the
+        device (`Device.upload`, ``kv.to(device)``) stays there. ``threads`` is then the number of blocks aimed at.
     out : Array, optional
         Where to write the output.
     check : bool

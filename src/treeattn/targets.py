@@ -76,7 +76,9 @@ def resolve(target: Any) -> TargetTraits:
         return host()
     if isinstance(target, str) and target in KNOWN:
         return KNOWN[target]
-    raise UnsupportedError(f"target: expected 'llvm' or one of {', '.join(KNOWN)}, got {target!r}")
+    raise UnsupportedError(
+        f"target: expected 'llvm' or one of {', '.join(KNOWN)}, or a device (cuda, opencl, webgpu), got {target!r}"
+    )
 
 
 def runnable(target: Any) -> TargetTraits:
