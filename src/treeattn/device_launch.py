@@ -15,6 +15,7 @@ from .errors import ShapeError, UnsupportedError
 from .kernels.spec import KernelSpec
 from .launch import LOG2_E, LayerCheck, angles
 from .logits import LogitParts
+from .schedules.gpu import explain
 from .storage import Pools, Storage, check_storage
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ class DeviceLaunch(LayerCheck):
     def threads(self) -> int:
         """Blocks that run the items: one each."""
         return self.work.num_items
+
+    @property
+    def template(self) -> str:
+        """Which kernel template runs, and why not another one."""
+        return explain(self.spec, self.kernel.tile, self.kernel.traits)
 
     def run(self, q: Any, kv: Storage | None, out: Any, check: bool) -> tuple[Any, Any]:
         """Launch with the arrays of one layer: those of the host are uploaded, and their result comes back."""

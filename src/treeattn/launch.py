@@ -108,6 +108,11 @@ class Launch(LayerCheck):
     def num_items(self) -> int:
         return len(self.work.items)
 
+    @property
+    def template(self) -> str:
+        """Which kernel template runs."""
+        return f"CPU, {self.kernel.traits.vector} vectors"
+
     def run(self, q: Any, kv: Storage | None, out: Any, check: bool) -> tuple[Any, Any]:
         """Launch with the arrays of one layer."""
         if kv is not None:

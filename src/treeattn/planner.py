@@ -249,6 +249,11 @@ class Plan:
         """Number of threads the items are dealt to."""
         return self._launch.threads
 
+    @property
+    def template(self) -> str:
+        """Which kernel template runs, and why not another one."""
+        return self._launch.template
+
     def run(self, q: Any, kv: Storage | None = None, *, out: Any = None, check: bool = True) -> tuple[Any, Any]:
         """Compute attention for one layer.
 

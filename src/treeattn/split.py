@@ -42,6 +42,11 @@ class SplitLaunch(LayerCheck):
     def num_items(self) -> int:
         return self.launch.num_items
 
+    @property
+    def template(self) -> str:
+        """Which kernel template runs."""
+        return self.launch.template
+
     def run(self, q: Any, kv: Storage | None, out: Any, check: bool) -> tuple[Any, Any]:
         """Launch with the arrays of one layer."""
         if kv is not None:

@@ -221,6 +221,16 @@ def test_the_tiled_template_serves_the_rest(options, reason):
     assert isinstance(choose(spec(**options), GPUS["cuda"], 4), GpuTile)
 
 
+def test_a_plan_says_which_template_runs():
+    def template(dtype):
+        case = case_of(14, mask="tree", dtype=dtype, lengths=((5, 9),))
+        options = {"q_indptr": case.q_indptr, "q_heads": case.q.shape[1], "dtype": dtype, "target": DEVICE}
+        return ta.plan(case.kv, case.mask, **options).template
+
+    assert template("float16").startswith("tensor cores, 16 rows")
+    assert "no tensor cores: q float32" in template("float32")
+
+
 def test_older_gpus_and_small_ones():
     old = replace(GPUS["cuda"], arch="sm_75")
     assert any("no mma.m16n8k16" in why for why in MmaTile().legal(spec(), old))

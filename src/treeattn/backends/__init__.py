@@ -52,7 +52,7 @@ def describe() -> dict[str, dict[str, Any]]:
             found[kind] = {"missing": str(error).removeprefix("target: ")}
             continue
         for index, one in enumerate(opened):
-            facts = {"device": one.name, "blocks": one.blocks} | asdict(one.traits)
+            facts = {"device": one.name, "blocks": one.blocks, "tensor_cores": one.traits.has_mma} | asdict(one.traits)
             found[f"{kind}:{index}"] = {name: value for name, value in facts.items() if name != "kind" and value != ""}
     return found
 

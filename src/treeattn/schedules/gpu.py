@@ -116,3 +116,11 @@ def choose(spec: KernelSpec, traits: GpuTraits, rows: int) -> AnyTile:
         listed = "; ".join(f"{tile.rows} rows: {', '.join(why)}" for tile, why in reasons.items())
         raise UnsupportedError(f"no tile for {spec} on {traits}: {listed}")
     return next((tile for tile in legal if tile.rows >= rows), legal[-1])
+
+
+def explain(spec: KernelSpec, tile: AnyTile, traits: GpuTraits) -> str:
+    """Say which template a tile belongs to, and on CUDA why it is not the one for tensor cores."""
+    if isinstance(tile, mma.MmaTile):
+        return f"tensor cores, {tile.rows} rows x {tile.columns} columns"
+    reasons = mma.MmaTile().legal(spec, traits) if traits.kind == "cuda" else []
+    return f"tiled, {tile.rows} rows x {tile.columns} columns" + "".join(f"; no tensor cores: {why}" for why in reasons)
