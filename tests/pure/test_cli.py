@@ -219,3 +219,9 @@ def test_an_output_that_cannot_be_written_is_named_as_given(tmp_path, capsys):
     for target, reason in ((tmp_path / "none" / "x.png", "No such file"), (tmp_path, "Is a directory")):
         assert main(["show", str(file), "--png", str(target)]) == 2
         assert capsys.readouterr().err.startswith(f"treeattn: {target}: {reason}")
+
+
+def test_bench_looks_at_paths_before_it_measures(tmp_path, capsys):
+    for option in ("--csv", "--plot"):
+        assert main(["bench", "--as-is", option, str(tmp_path / "missing" / "file")]) == 2
+        assert option in capsys.readouterr().err

@@ -6,7 +6,9 @@ only the sizes of buffers are the adapter's.
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -34,6 +36,7 @@ def devices() -> tuple[Any, ...]:
     UnsupportedError
         wgpu is not installed, or there is no adapter.
     """
+    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # Mesa complains on stderr without one
     try:
         import wgpu
     except ImportError as error:

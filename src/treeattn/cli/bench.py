@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from ..bench.measure import Result
     from ..bench.workloads import Workload
 
+
+def _writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Look at a path before anything is measured, not after."""
+    if path and (path.is_dir() or not path.parent.is_dir()):
+        raise click.BadParameter(f"expected a file in a folder that is there, got {path}")
+    return path
+
+
 QUICK, THOROUGH = (0.5, 4), (4.0, 20)  # seconds and rounds a measurement
 
 
@@ -27,8 +35,20 @@ QUICK, THOROUGH = (0.5, 4), (4.0, 20)  # seconds and rounds a measurement
     metavar="A,B",
     help="torch (sdpa, sdpa+gather, flex), tvm, numpy, none, ...; by default what goals name.",
 )
-@click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Write all times, with versions and commit.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw a roofline (needs matplotlib).")
+@click.option(
+    "--csv",
+    "csv_file",
+    type=click.Path(path_type=Path),
+    callback=_writable,
+    help="Write all times, with versions and commit.",
+)
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(path_type=Path),
+    callback=_writable,
+    help="Draw a roofline (needs matplotlib).",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Number of threads; by default all this process has.")
 @click.option("--quick", is_flag=True, help="Fewer samples: a look, not a figure to quote.")
 @click.option("--as-is", is_flag=True, help="Leave OpenMP's settings alone, so that its workers may spin.")
