@@ -22,6 +22,7 @@ def _writable(context: click.Context, parameter: click.Parameter, path: Path | N
     return path
 
 
+FILE = {"type": click.Path(path_type=Path), "callback": _writable}
 QUICK, THOROUGH = (0.5, 4), (4.0, 20)  # seconds and rounds a measurement
 
 
