@@ -10,10 +10,11 @@ TESTS ?= $(filter-out tests/run/test_tvm_%,$(wildcard tests/*/test_*.py))
 demo: $(STAMP)
 	$(BIN)/treeattn demo
 
-# Each file in a process of its own: a crash in one cannot hide in another.
+# Each file in a process of its own, so that a crash in one cannot hide in another; JOBS of them at a time.
+JOBS ?= 2
 test: $(STAMP)
-	@failed=; for file in $(TESTS); do echo "$$file"; $(BIN)/python -m pytest $$file || failed="$$failed $$file"; done; \
-	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+	@printf '%s\n' $(TESTS) | xargs -P $(JOBS) -I FILE sh -c 'log=$$(mktemp); $(BIN)/python -m pytest FILE >$$log 2>&1; \
+	status=$$?; echo FILE; cat $$log; rm $$log; test $$status = 0 -o $$status = 5 || { echo "FAILED FILE"; exit 1; }'
 
 test-tvm: $(STAMP)
 	$(MAKE) test TESTS="$(wildcard tests/run/test_tvm_*.py)"
