@@ -216,3 +216,13 @@ def test_the_largest_factors_give_numbers(part):
     out, lse = ta.attention(q, kv, ta.Full(), **part)
     assert (out == 1).all()
     np.testing.assert_allclose(lse, np.log2(5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_latent_values_are_not_rotated(rows):
+    """Keys turn as they are read, the values in the same slots do not."""
+    pages = rng(8).standard_normal((4, 16, 24), np.float32)
+    kv = ta.LatentKV(pages, [0, 4], [2, 0, 1, 3], [5], d_latent=16)
+    q = rng(9).standard_normal((rows, 1, 24), np.float32)
+    case = Case(q, kv, ta.Causal(), np.array([0, rows], np.int32), parts={"rope": ta.Rope(rotary_dim=8)})
+    assert_within_budget(*attend(case), case)

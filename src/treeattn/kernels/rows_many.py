@@ -66,9 +66,9 @@ class ManyRows:
         self.vectors = self.width // self.lanes
         for name, (offset, size) in workspace.many_rows(spec, config).items():
             setattr(self, name, part(args.workspace, max(size, 1), args.base + offset))
-        self.straight = spec.kv_dtype == "float32" and spec.rope is None and not spec.shared
+        self.straight = spec.kv_dtype == "float32" and spec.rope is None and not spec.values_are_keys
         self.d_value = spec.d_v
-        if spec.shared:
+        if spec.values_are_keys:
             self.values, self.d_value = self.keys, spec.d_qk
 
     def panels(self, tile: Tile) -> Expr:
@@ -115,7 +115,7 @@ class ManyRows:
                 load_keys()
         else:
             load_keys()
-        if not self.spec.shared:
+        if not self.spec.values_are_keys:
             with loop(block.count) as t:
                 self._load_value(let(walk.value[block.base + t]), t)
         broken = registers(1, "int32")
@@ -336,7 +336,7 @@ class ManyRows:
         """Prefetch the next block: per group of columns, its keys and values spread over the steps of a tile."""
         size = 4 if self.spec.kv_dtype == "float32" else 2
         steps, tokens = self.spec.d_qk, self.config.tokens
-        lines = [-(-d * size // LINE) for d in (self.spec.d_qk, 0 if self.spec.shared else self.spec.d_v)]
+        lines = [-(-d * size // LINE) for d in (self.spec.d_qk, 0 if self.spec.values_are_keys else self.spec.d_v)]
         total = tokens * sum(lines)
         every, each = max(1, steps // total), -(-total // steps)
 

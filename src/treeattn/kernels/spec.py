@@ -52,6 +52,11 @@ class KernelSpec:
         return bool(self.mask[0] != "full")
 
     @property
+    def values_are_keys(self) -> bool:
+        """Whether a key as it is multiplied holds its value too: rotated, it no longer does."""
+        return self.shared and self.rope is None
+
+    @property
     def adjusts(self) -> bool:
         """Whether scores change between product and mask."""
         return "softcap" in self.logits or "alibi" in self.logits

@@ -16,7 +16,7 @@ def many_rows(spec: KernelSpec, config: Sizes) -> Layout:
         "scores": config.columns * config.panel,
         "seen": config.columns * config.panel,
         "keys": config.columns * spec.d_qk,
-        "values": 0 if spec.shared else config.columns * spec.d_v,
+        "values": 0 if spec.values_are_keys else config.columns * spec.d_v,
         "queries": config.rows * spec.d_qk,
         "sums": config.rows * spec.d_v,
         "maximum": config.rows,
