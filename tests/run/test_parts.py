@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import treeattn as ta
 from treeattn.arrays import numpy_dtype
-from treeattn.testing import assert_within_budget, gather_path, make_case, random_forest
+from treeattn.testing import Case, assert_within_budget, gather_path, make_case, random_forest
 
 SLOPES = np.float32([0.1, 0.5, 1.0, 2.0])
 SINKS = np.float32([-3.0, 0.0, 4.0, -np.inf])
