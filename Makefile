@@ -19,9 +19,9 @@ test: $(STAMP)
 test-tvm: $(STAMP)
 	$(MAKE) test TESTS="$(wildcard tests/run/test_tvm_*.py)"
 
-# CPU implementations of GPU targets, for tests/gpu: PoCL by pip; Mesa's Vulkan and Oclgrind where apt-get may install.
+# What tests/gpu can use: PoCL, WebGPU and a disassembler by pip; Mesa's Vulkan and Oclgrind where apt-get may install.
 devices: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,pocl,webgpu]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,pocl,webgpu,cuda-checks]'
 	@if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	apt-get install -y -qq mesa-vulkan-drivers oclgrind >/dev/null || { apt-get update -qq && apt-get install -y -qq mesa-vulkan-drivers oclgrind >/dev/null; }; \
 	else echo "not root, or no apt-get: for WebGPU and Oclgrind tests install mesa-vulkan-drivers and oclgrind yourself"; fi
