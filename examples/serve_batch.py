@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from treeattn.models.download import MODELS, fetch
-
+from treeattn.download import MODELS, fetch
 from treeattn.generation import Generator, Sampling
 from treeattn.models import load_model
 from treeattn.speculate.draft import NgramDrafter
