@@ -50,7 +50,7 @@ def test_parts_in_other_dtypes(parts, dtype):
     assert_within_budget(*attend(case), case)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(["tree", "tree&(window|sink)", "tree&window"]),
     st.sampled_from(sorted(set(PARTS) - {"rope dynamic"})),
