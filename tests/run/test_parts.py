@@ -154,11 +154,11 @@ def test_rotation_is_right_up_to_a_million(style):
 @pytest.mark.parametrize(
     ("parts", "error", "message"),
     [
-        ({"softcap": 0.0}, ta.ShapeError, "softcap: expected a positive"),
+        ({"softcap": 0.0}, ta.ShapeError, "softcap: expected a number from"),
         ({"softcap": "x"}, ta.DTypeError, "softcap: expected a number"),
         ({"alibi": SLOPES[:3]}, ta.ShapeError, r"alibi: expected shape \[q_heads\] = \[4\]"),
-        ({"alibi": [np.nan] * 4}, ta.ShapeError, "alibi: expected finite"),
-        ({"sink_logits": [np.inf] * 4}, ta.ShapeError, "sink_logits: expected finite"),
+        ({"alibi": [np.nan] * 4}, ta.ShapeError, "alibi: expected numbers within"),
+        ({"sink_logits": [np.inf] * 4}, ta.ShapeError, "sink_logits: expected numbers within"),
         ({"sink_logits": ["a"] * 4}, ta.DTypeError, "sink_logits: expected numbers"),
         ({"rope": 1e4}, ta.DTypeError, "rope: expected a Rope"),
         ({"rope": ta.Rope(rotary_dim=64)}, ta.ShapeError, "rotary_dim"),
