@@ -7,15 +7,16 @@ where the parts of both begin; ``tables`` begins with `TABLE_HEADER`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from tvm.script import tirx as T
 
 from ..arguments import PlanArguments
-from ..emit import Buffer, Expr, f32, flat, let, part, pointer, put, scalar, wide
+from ..emit import Buffer, Expr, PrimFunc, all_of, device_func, f32, flat, launch, let, part, pointer, put, scalar, wide
 from ..predicates import Column
 from ..rotation import LOW, angle, turned
-from ..softmax import LOG2_E
+from ..softmax import LOG2_E, start
 from ..spec import KernelSpec
 from ..walk import Pool, Tile
 from .elements import Elements, declared
@@ -52,6 +53,18 @@ def declare(spec: KernelSpec, traits: Any) -> dict[str, Any]:
     scalars |= {name: scalar(name, traits.index) for name in OFFSETS}
     extent = LEAST_EXTENT if traits.index == "int32" else 2**48
     return scalars | {name: flat(handles[name], dtype, extent) for name, dtype in memory.items()}
+
+
+def tile_kernel(row_tile: Any, spec: KernelSpec, config: Any, traits: Any) -> PrimFunc:
+    """Build the attention kernel whose blocks each run one item as a ``row_tile(spec, config, args, tile, thread)``."""
+
+    def body() -> None:
+        values = declare(spec, traits)
+        with launch(values["num_blocks"], config.threads) as (block, thread):
+            args = GpuArguments(spec, traits, values)
+            row_tile(spec, config, args, args.tile(block), thread).run()
+
+    return device_func("attention", body)
 
 
 class GpuArguments(PlanArguments):
@@ -108,6 +121,27 @@ class GpuArguments(PlanArguments):
     def column(self, tile: Tile, index: Expr) -> Column:
         """Return a column for the tests of the mask."""
         return Column(index, tile.prefix_len, tile.node_begin, self.nodes, tile.position_of)
+
+    def start_row(
+        self, row_tile: Any, tile: Tile, row: Expr, *, place: int, places: int, counts_sink: Sequence[Expr]
+    ) -> None:
+        """Prepare one of a thread's ``places`` for a row: empty state, bounds, and what its logits need.
+
+        Threads that share a row count its sink logit once, where all of ``counts_sink`` hold; of a split tile, merging
+        adds it.
+        """
+        spec, token, head = self.spec, let(tile.token(row)), let(tile.q_head(row))
+        maximum, denominator = start(self.sink_logits[head] if "sinks" in spec.logits else None)
+        if "sinks" in spec.logits:
+            first = let(all_of(tile.kind < 0, *counts_sink))
+            denominator = T.Select(first, denominator, f32(0.0))
+        put(row_tile.maximum, place, maximum)
+        put(row_tile.denominator, place, denominator)
+        if "alibi" in spec.logits:
+            put(row_tile.slopes, place, self.alibi[head] * f32(LOG2_E))
+            put(row_tile.positions, place, T.cast(self.positions[token], "float32"))
+        for k in range(spec.num_bounds if spec.masks else 0):
+            put(row_tile.bounds, k * places + place, self.bounds[k * self.bounds_stride + token])
 
     def query(self, tile: Tile, row: Expr, dim: Expr) -> Expr:
         """Load an element of a row's query as float32, rotated, in base-2 units."""

@@ -22,13 +22,11 @@ from ..emit import (
     all_of,
     any_of,
     barrier,
-    device_func,
     either,
     f32,
     fma,
     greater,
     i32,
-    launch,
     let,
     loop,
     private,
@@ -39,24 +37,17 @@ from ..emit import (
     wide,
 )  # fmt: skip
 from ..predicates import tester
-from ..softmax import LOG2_E, MASKED, normaliser, rescale, start, weight
+from ..softmax import MASKED, normaliser, rescale, weight
 from ..spec import KernelSpec
 from ..walk import SPAN_FIELDS, Tile
-from .arguments import STATE_FIELDS, GpuArguments, declare
+from .arguments import STATE_FIELDS, GpuArguments, tile_kernel
 
 UNSEEN = -1.0  # the weight of a column that a row does not see: it is not multiplied, whatever the value holds
 
 
 def attention(spec: KernelSpec, config: Any, traits: Any) -> PrimFunc:
     """Build the kernel of a spec for a tile configuration (`treeattn.schedules.gpu.GpuTile`) and a target."""
-
-    def body() -> None:
-        values = declare(spec, traits)
-        with launch(values["num_blocks"], config.threads) as (block, thread):
-            args = GpuArguments(spec, traits, values)
-            RowTile(spec, config, args, args.tile(block), thread).run()
-
-    return device_func("attention", body)
+    return tile_kernel(RowTile, spec, config, traits)
 
 
 class RowTile:
@@ -95,21 +86,10 @@ class RowTile:
 
     def _begin(self) -> None:
         """Start empty sums, and load what the rows' logits and masks need; rows past the last repeat it."""
-        args, spec, tile = self.args, self.spec, self.tile
+        tile = self.tile
         for i in self.rows:
             row = let(smaller(self._row(i), tile.num_rows - 1))
-            token, head = let(tile.token(row)), let(tile.q_head(row))
-            maximum, denominator = start(args.sink_logits[head] if "sinks" in spec.logits else None)
-            if "sinks" in spec.logits:  # of a split tile, merging adds the sink
-                first = let(all_of(tile.kind < 0, self.place == 0))
-                denominator = T.Select(first, denominator, f32(0.0))
-            put(self.maximum, i, maximum)
-            put(self.denominator, i, denominator)
-            if "alibi" in spec.logits:
-                put(self.slopes, i, args.alibi[head] * f32(LOG2_E))
-                put(self.positions, i, T.cast(args.positions[token], "float32"))
-            for k in range(spec.num_bounds if spec.masks else 0):
-                put(self.bounds, k * self.config.rows_each + i, args.bounds[k * args.bounds_stride + token])
+            self.args.start_row(self, tile, row, place=i, places=self.config.rows_each, counts_sink=[self.place == 0])
             for j in range(self.dims):
                 put(self.sums, i * self.dims + j, f32(0.0))
         if self.config.holds_query:

@@ -22,11 +22,9 @@ from ..emit import (
     all_of,
     any_of,
     barrier,
-    device_func,
     either,
     f32,
     i32,
-    launch,
     let,
     loop,
     part,
@@ -40,11 +38,11 @@ from ..emit import (
     wide,
 )
 from ..predicates import tester
-from ..softmax import LOG2_E, MASKED, normaliser, rescale, start
+from ..softmax import LOG2_E, MASKED, normaliser, rescale
 from ..spec import KernelSpec
 from ..walk import Tile
 from . import ptx
-from .arguments import STATE_FIELDS, GpuArguments, declare
+from .arguments import STATE_FIELDS, GpuArguments, tile_kernel
 from .elements import widened
 from .pipeline import COUNT, FIRST, FULL, Cursor, Stages
 from .ptx import CHUNK, QUAD, WARP
@@ -57,14 +55,7 @@ EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80}
 
 def attention(spec: KernelSpec, config: Any, traits: Any) -> PrimFunc:
     """Build the kernel of a spec for a tile configuration (`treeattn.schedules.gpu.MmaTile`) and a target."""
-
-    def body() -> None:
-        values = declare(spec, traits)
-        with launch(values["num_blocks"], config.threads) as (block, thread):
-            args = GpuArguments(spec, traits, values)
-            RowTile(spec, config, args, args.tile(block), thread).run()
-
-    return device_func("attention", body)
+    return tile_kernel(RowTile, spec, config, traits)
 
 
 class RowTile:
@@ -116,22 +107,12 @@ class RowTile:
 
     def _begin(self) -> None:
         """Start empty sums, and load what the rows' logits and masks need; rows past the last repeat it."""
-        args, spec, tile = self.args, self.spec, self.tile
+        tile = self.tile
         for i in ROWS:
             row = let(smaller(self._row(i), tile.num_rows - 1))
-            token, head = let(tile.token(row)), let(tile.q_head(row))
-            maximum, denominator = start(args.sink_logits[head] if "sinks" in spec.logits else None)
-            if "sinks" in spec.logits:  # of a split tile, merging adds the sink
-                first = let(all_of(tile.kind < 0, self.place == 0, self.column_warp == 0))
-                denominator = T.Select(first, denominator, f32(0.0))
-            put(self.maximum, i, maximum)
-            put(self.denominator, i, denominator)
-            if "alibi" in spec.logits:
-                put(self.slopes, i, args.alibi[head] * f32(LOG2_E))
-                put(self.positions, i, T.cast(args.positions[token], "float32"))
-            for k in range(spec.num_bounds if spec.masks else 0):
-                put(self.bounds, k * len(ROWS) + i, args.bounds[k * args.bounds_stride + token])
-        with unrolled(spec.d_v // 2) as j:
+            firsts = [self.place == 0, self.column_warp == 0]
+            self.args.start_row(self, tile, row, place=i, places=len(ROWS), counts_sink=firsts)
+        with unrolled(self.spec.d_v // 2) as j:
             put(self.sums, j, f32(0.0))
 
     def _fill_pipeline(self, cursor: Cursor) -> None:
