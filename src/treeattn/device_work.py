@@ -11,7 +11,17 @@ from numpy.typing import NDArray
 
 from .arrays import IntArray
 from .masks import Batch, Form, Mask
-from .planner import Tiles, Visits, bound_range, describe_seqs, even_rows, find_visits, token_range
+from .planner import (
+    Tiles,
+    Visits,
+    bound_range,
+    cut_spans,
+    describe_seqs,
+    even_rows,
+    find_visits,
+    repeat_each,
+    token_range,
+)
 from .schedules.gpu import AnyTile
 from .storage import PageTable
 
@@ -100,12 +110,10 @@ def drop_unseen(
     if leaf is None or len(visits.spans) == 0 or int(np.diff(batch.node_indptr).max(initial=0)) <= columns:
         return visits
     begin, end, full = visits.spans.astype(np.int64).T
-    tile = np.repeat(np.arange(len(visits.columns)), np.diff(visits.indptr))
+    tile = visits.tile_of_span
     prefix_len = batch.prefix_len[tiles.seq[tile]]
     can_miss = (begin >= prefix_len) & (full == 0)
-    count = np.where(can_miss, -(-(end - begin) // columns), 1)
-    span = np.repeat(np.arange(len(begin)), count)
-    part = np.arange(len(span)) - np.repeat(np.cumsum(count) - count, count)
+    span, part = repeat_each(np.where(can_miss, -(-(end - begin) // columns), 1))
     first = begin[span] + part * columns
     last = np.where(can_miss[span], np.minimum(first + columns, end[span]), end[span])
     low, high = bound_range(bounds[leaf : leaf + 1], *token_range(batch, tiles, group))
@@ -116,11 +124,8 @@ def drop_unseen(
     node += (batch.node_indptr[tiles.seq[of]] - batch.prefix_len[tiles.seq[of]])[:, None]
     enter, leave, _ = np.moveaxis(batch.nodes[node], -1, 0)
     seen[tested] = ((enter <= high[0, of, None]) & (leave > low[0, of, None])).any(axis=1)
-    spans = np.stack([first, last, full[span]], axis=1)[seen].astype(np.int32)
-    owner, num_tiles = tile[span[seen]], len(visits.columns)
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_tiles))]).astype(np.int32)
-    visited = np.bincount(owner, weights=spans[:, 1] - spans[:, 0], minlength=num_tiles).astype(np.int32)
-    return Visits(spans, indptr, visited)
+    spans = np.stack([first, last, full[span]], axis=1)[seen]
+    return Visits.of(spans, tile[span[seen]], len(visits.columns))
 
 
 def _required_tree(form: Form) -> int | None:
@@ -147,24 +152,16 @@ def split(visits: Visits, columns: int, blocks: int) -> tuple[Visits, IntArray]:
     sizes = np.maximum(-(-visited // (wanted * columns)), 1) * columns
     parts = np.maximum(-(-visited // sizes), 1)
     first_part = np.cumsum(parts) - parts
-    tile = np.repeat(np.arange(num_tiles), np.diff(visits.indptr))
-    size = sizes[tile]
+    tile = visits.tile_of_span
     begin, end, full = visits.spans.astype(np.int64).T
     length = end - begin
     before = np.cumsum(length) - length
     before -= (np.cumsum(visits.columns) - visits.columns)[tile]  # columns of the tile before the span
-    first, last = before // size, (before + length - 1) // size
-    count = last - first + 1
-    span = np.repeat(np.arange(len(length)), count)
-    part = first[span] + np.arange(len(span)) - np.repeat(np.cumsum(count) - count, count)
-    shift = begin[span] - before[span]
-    cut_begin = np.maximum(part * size[span], before[span]) + shift
-    cut_end = np.minimum((part + 1) * size[span], (before + length)[span]) + shift
-    owner = first_part[tile[span]] + part
-    spans = np.stack([cut_begin, cut_end, full[span]], axis=1).astype(np.int32)
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=int(parts.sum())))]).astype(np.int32)
-    columns_of = np.bincount(owner, weights=cut_end - cut_begin, minlength=int(parts.sum())).astype(np.int32)
-    return Visits(spans, indptr, columns_of), np.repeat(np.arange(num_tiles, dtype=np.int32), parts)
+    span, part, first, last = cut_spans(before, before + length, sizes[tile])
+    shift = (begin - before)[span]
+    spans = np.stack([first + shift, last + shift, full[span]], axis=1)
+    cut = Visits.of(spans, first_part[tile[span]] + part, int(parts.sum()))
+    return cut, np.repeat(np.arange(num_tiles, dtype=np.int32), parts)
 
 
 def _items(tiles: Tiles, parts: Visits, of_tile: IntArray, kv_heads: int) -> tuple[IntArray, IntArray]:

@@ -99,19 +99,29 @@ def make_work(
 def _cut_columns(tiles: Tiles, visits: Visits, cut: int, parts: int, num_seqs: int) -> tuple[Tiles, Visits]:
     """Give every tile ``parts`` parts, each with what it visits between two multiples of ``cut``."""
     begin, end, full = visits.spans.T
-    first = begin // cut
-    count = (end - 1) // cut - first + 1
-    span = np.repeat(np.arange(len(begin)), count)
-    part = first[span] + np.arange(len(span)) - np.repeat(np.cumsum(count) - count, count)
-    tile = np.repeat(np.arange(len(tiles.seq)), np.diff(visits.indptr))[span]
-    pieces = np.maximum(begin[span], part * cut), np.minimum(end[span], (part + 1) * cut), full[span]
-    owner = tile * parts + part  # rises, because the spans of a tile do
-    size = len(tiles.seq) * parts
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=size))]).astype(np.int32)
-    columns = np.bincount(owner, weights=pieces[1] - pieces[0], minlength=size).astype(np.int32)
+    span, part, first, last = cut_spans(begin, end, np.broadcast_to(cut, begin.shape))
+    owner = visits.tile_of_span[span] * parts + part  # rises, because the spans of a tile do
+    pieces = np.stack([first, last, full[span]], axis=1)
     kind, seq, row_begin, num_rows = (np.repeat(field, parts) for field in astuple(tiles))
     seq = seq + np.tile(np.arange(parts, dtype=np.int32) * num_seqs, len(tiles.seq))
-    return Tiles(kind, seq, row_begin, num_rows), Visits(_contiguous(np.stack(pieces, axis=1)), indptr, columns)
+    return Tiles(kind, seq, row_begin, num_rows), Visits.of(pieces, owner, len(seq))
+
+
+def cut_spans(begin: Any, end: Any, size: Any) -> tuple[Any, Any, Any, Any]:
+    """Cut spans ``[begin, end)`` at multiples of their ``size``.
+
+    Returns, for every piece, its span, how many multiples come before it, and its begin and end.
+    """
+    first = begin // size
+    span, index = repeat_each((end - 1) // size - first + 1)
+    part = first[span] + index
+    return span, part, np.maximum(begin[span], part * size[span]), np.minimum(end[span], (part + 1) * size[span])
+
+
+def repeat_each(count: Any) -> tuple[Any, Any]:
+    """Return, for ``count[i]`` entries of every ``i``, that ``i`` and the number of the entry among them."""
+    which = np.repeat(np.arange(len(count)), count)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
 
 
 def describe_seqs(batch: Batch, table: PageTable) -> IntArray:
@@ -132,6 +142,18 @@ class Visits:
     spans: IntArray
     indptr: IntArray
     columns: IntArray
+
+    @classmethod
+    def of(cls, spans: Any, owner: Any, num_tiles: int) -> Visits:
+        """Make them of spans whose tiles, ``owner``, never fall."""
+        indptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_tiles))]).astype(np.int32)
+        columns = np.bincount(owner, weights=spans[:, 1] - spans[:, 0], minlength=num_tiles).astype(np.int32)
+        return cls(_contiguous(spans), indptr, columns)
+
+    @property
+    def tile_of_span(self) -> NDArray[np.intp]:
+        """The tile of every span."""
+        return np.repeat(np.arange(len(self.columns)), np.diff(self.indptr))
 
 
 def find_visits(batch: Batch, mask: Mask, bounds: IntArray, tiles: Tiles, group: int) -> Visits:
@@ -160,8 +182,7 @@ def even_rows(rows: IntArray, most: int, step: Any = 1) -> tuple[IntArray, IntAr
     Returns sequence, first row and number of rows of every tile.
     """
     count = -(-rows // most)
-    seq = np.repeat(np.arange(len(rows), dtype=np.int32), count)
-    index = np.arange(len(seq), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count).astype(np.int32)
+    seq, index = repeat_each(count)
     even = -(-rows // np.maximum(count, 1))
     even = (-(-even // step) * step)[seq]
     row_begin = index * even
