@@ -10,7 +10,7 @@ from ..devices import Device
 from ..errors import UnsupportedError
 
 DEVICES = ("cuda", "opencl", "webgpu")
-"""Kinds of devices this package can run kernels on: a module each, with `open_device`."""
+"""Kinds of devices this package can run kernels on: a module each, with `devices` and `open_device`."""
 
 
 def device(target: Any) -> Device:
@@ -37,7 +37,10 @@ def device(target: Any) -> Device:
     kind, _, index = str(target).partition(":")
     if kind not in DEVICES or not (index.isdigit() or not index):
         raise UnsupportedError(f"target: expected one of {', '.join(DEVICES)}, or opencl:0 and so on, got {target!r}")
-    opened: Device = importlib.import_module(f".{kind}", __name__).open_device(int(index or 0))
+    backend, number = importlib.import_module(f".{kind}", __name__), int(index or 0)
+    if number >= (count := len(backend.devices())):
+        raise UnsupportedError(f"target: expected {kind}:0 to {kind}:{count - 1}, got {kind}:{number}")
+    opened: Device = backend.open_device(number)
     return opened
 
 
