@@ -1,15 +1,16 @@
 """Row tile for one to eight rows of a kv head: decode and small trees, bound by bandwidth.
 
-Keys and values are read straight from the pages, once, in the summation order of `rows_many`. Up to six rows: columns
-are lanes of the scores (keys are transposed in registers and multiplied at once) and dims are lanes of the sums. Seven
-and eight rows: rows are lanes of the scores. Values of the block are prefetched while scores are computed, keys of the
-next block while sums are, both in address order.
+Keys and values are read straight from the pages, once, in the summation order of `rows_many`. Lanes of a vector of
+scores are rows and columns: one row with eight columns, or four with two. Dims are lanes of the sums.
+Values of the block are prefetched while scores are computed, keys of the next block while sums are, both in address
+order.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +41,11 @@ from .emit import (
 from .rows_many import LINE
 from .softmax import MASKED, normaliser, rescale, weight
 from .spec import KernelSpec, Sizes
-from .vectors import horizontal_max, pieces, register_tile, shuffle, split, to_float, transpose4, transpose8, zero
+from .vectors import horizontal_max, pieces, register_tile, shuffle, split, to_float, transpose4, zero
 from .walk import Block, Tile, Walk
 
-ROWS_AS_LANES = 7
-KEY_VECTORS = {1: 4, 2: 4, 3: 2, 4: 2}
-"""Vectors of eight columns beside that many rows in the score tile; one for more."""
+LANE_ROWS = 4
+"""Rows in the lanes of a vector of scores, beside two keys; a single row is beside eight."""
 SUM_VECTORS = {1: 8, 2: 6, 3: 4, 4: 3, 5: 2, 6: 2}
 """Most vectors of dims beside that many rows in the sum tile: at most 12 accumulators."""
 
@@ -73,6 +73,10 @@ def two_keys(left: Key, right: Key, dim: Expr) -> Expr:
     return to_float(T.reinterpret("uint16x8" if left.dtype == "bfloat16" else "float16x8", joined), left.dtype)
 
 
+LoadDims = Callable[[list[Key], Expr], list[Expr]]
+"""Vectors of consecutive dims, from a dim on, of the keys whose elements are their lanes."""
+
+
 class FewRows:
     """Exactly ``rows`` rows, the last one repeated where the tile has fewer."""
 
@@ -90,8 +94,9 @@ class FewRows:
 
     def __init__(self, rows: int, spec: KernelSpec, config: Sizes, args: Any) -> None:
         self.rows, self.spec, self.columns, self.args = rows, spec, config.few_columns, args
-        self.rows_as_lanes = rows >= ROWS_AS_LANES
-        self.key_vectors = 1 if self.rows_as_lanes else KEY_VECTORS.get(rows, 1)
+        self.lane_rows = 1 if rows == 1 else LANE_ROWS
+        self.groups = -(-rows // self.lane_rows)
+        self.keys_each = 32 if rows == 1 else 16 // self.groups
         self.sum_groups = 1 if rows <= 6 else 2
         self.sum_rows = -(-rows // self.sum_groups)
         self.element = 4 if spec.kv_dtype == "float32" else 2
@@ -104,16 +109,15 @@ class FewRows:
         return i32(self.columns)
 
     def begin(self, tile: Tile) -> None:
-        """Scale the queries to base-2 units, ``[row][dim]`` or, rows as lanes, ``[dim][8]``, and start empty sums."""
-        d, d_v = self.spec.d_qk, self.spec.d_v
-        with loop(8 if self.rows_as_lanes else self.rows) as r:
-            row = let(smaller(r, tile.num_rows - 1))
-            if self.rows_as_lanes:
-                self.args.load_query(tile, row, self.keys, i32(0))
-                with loop(d) as dim:
-                    put(self.queries, dim * 8 + r, self.keys[dim])
-            else:
-                self.args.load_query(tile, row, self.queries, r * d)
+        """Scale the queries to base-2 units, ``[group][dim][8]`` as the lanes of scores are, and start empty sums."""
+        d, d_v, each = self.spec.d_qk, self.spec.d_v, self.lane_rows
+        with loop(self.groups) as group:
+            with loop(each) as r:
+                self.args.load_query(tile, let(smaller(group * each + r, tile.num_rows - 1)), self.keys, r * d)
+            eight = [Key(self.keys, i64(r * d), "float32") for r in range(each)] * (8 // each)
+            for dim, load in self._dims():
+                for n, vector in enumerate(load(eight, dim)):
+                    put(self.queries, span(group * (d * 8) + (dim + n) * 8, 8), vector)
         with loop(self.sum_rows * self.sum_groups) as r:
             self.args.start_row(self, tile, r, let(smaller(r, tile.num_rows - 1)))
             for dim, lanes in pieces(d_v):
@@ -121,10 +125,9 @@ class FewRows:
 
     def block(self, walk: Walk, block: Block) -> None:
         """Take one block of columns into the sums of every row."""
-        step = 8 * self.key_vectors
+        step = self.keys_each
         with loop(T.truncdiv(block.count + step - 1, step)) as group:
-            score = self._score_rows_as_lanes if self.rows_as_lanes else self._score
-            score(walk, block.tile, let(block.base + group * step), let(group * step))
+            self._score(walk, block.tile, let(block.base + group * step), let(group * step))
         masks = self.spec.masks and self.rows > 1  # a single row sees every column its tile visits
         if self.spec.adjusts:
             self._adjust(walk, block)
@@ -139,58 +142,38 @@ class FewRows:
             fast()
 
     def _score(self, walk: Walk, tile: Tile, first: Expr, out: Expr) -> None:
-        """``scores[row][column]``, columns as lanes: four dims of eight keys are transposed and multiplied at once."""
-        d = self.spec.d_qk
-        keys_at = self._keys(walk, tile, first, 8 * self.key_vectors, staged=self.spec.rope is not None)
-        strips = [keys_at[i : i + 8] for i in range(0, len(keys_at), 8)]
-        accumulators = [(i, j, registers(8)) for i in range(self.rows) for j in range(self.key_vectors)]
-        whole = span(0, 8)
-        for _, _, accumulator in accumulators:
+        """``scores[row][column]``: four dims of the keys that share a vector are spread over its lanes at once."""
+        d, whole, groups = self.spec.d_qk, span(0, 8), range(self.groups)
+        shared = self._shared(self._keys(walk, tile, first, self.keys_each))
+        accumulators = [[registers(8) for _ in shared] for _ in groups]
+        for accumulator in itertools.chain(*accumulators):
             put(accumulator, whole, zero(8))
+        for dim, load in self._dims(functools.partial(self._fetch_values, walk, first)):
+            vectors = [load(keys, dim) for keys in shared]
+            for n, group in itertools.product(range(len(vectors[0])), groups):
+                query = let(self.queries[span(group * (d * 8) + (dim + n) * 8, 8)])
+                for keys, accumulator in zip(vectors, accumulators[group], strict=True):
+                    put(accumulator, whole, fma(query, keys[n], accumulator[whole], 8))
+        for group in groups:
+            self._store_scores(group * self.lane_rows, [scores[whole] for scores in accumulators[group]], out)
 
-        def multiply(dim: Expr, strip: int, key: Expr) -> None:
-            for i, j, accumulator in accumulators:
-                if j == strip:
-                    query = broadcast(self.queries[i * d + dim], 8)
-                    put(accumulator, whole, fma(query, key, accumulator[whole], 8))
+    def _shared(self, keys: list[Key]) -> list[list[Key]]:
+        """Return the keys of each vector of scores; two that share one are four apart, as `transpose4` wants them."""
+        strips = [keys[i : i + 8] for i in range(0, len(keys), 8)]
+        return strips if self.rows == 1 else [strip[i::4] for strip in strips for i in range(4)]
 
-        with loop(d // 4) as c:
-            self._fetch_values(walk, first, c, d // 4)
-            for j, strip in enumerate(strips):  # one strip after another: more keys do not fit the registers
-                for n, key in enumerate(self._four_dims(strip, c * 4)):
-                    multiply(c * 4 + n, j, key)
-        for dim in range(d // 4 * 4, d):
-            for j, strip in enumerate(strips):
-                multiply(i32(dim), j, self._one_dim(strip, dim))
-        for i, j, accumulator in accumulators:
-            put(self.scores, span(i * self.columns + out + j * 8, 8), accumulator[whole])
+    def _store_scores(self, first: int, vectors: list[Expr], out: Expr) -> None:
+        """Store vectors as columns of the rows from ``first`` on."""
+        each = self.lane_rows
+        for strip in range(len(vectors) // each):
+            part = vectors[strip * each : strip * each + each]
+            rows = part if each == 1 else transpose4(part)
+            for row, vector in enumerate(rows[: self.rows - first]):
+                put(self.scores, span((first + row) * self.columns + out + strip * 8, 8), vector)
 
-    def _score_rows_as_lanes(self, walk: Walk, tile: Tile, first: Expr, out: Expr) -> None:
-        """``scores[row][column]``, rows as lanes: a key's element is broadcast, the tile transposed when stored."""
-        d = self.spec.d_qk
-        keys_at = self._keys(walk, tile, first, 8, staged=bool(self.spec.rope) or self.spec.kv_dtype != "float32")
-        accumulators = [registers(8) for _ in range(8)]
-        whole = span(0, 8)
-        for accumulator in accumulators:
-            put(accumulator, whole, zero(8))
-
-        def multiply(dim: Expr) -> None:
-            for i, accumulator in enumerate(accumulators):
-                key = broadcast(keys_at[i].load(dim, 1), 8)
-                put(accumulator, whole, fma(key, self.queries[span(dim * 8, 8)], accumulator[whole], 8))
-
-        with loop(d // 4) as c:
-            self._fetch_values(walk, first, c, d // 4)
-            for n in range(4):
-                multiply(c * 4 + n)
-        for dim in range(d // 4 * 4, d):
-            multiply(i32(dim))
-        for row, vector in enumerate(transpose8([accumulator[whole] for accumulator in accumulators])):
-            put(self.scores, span(row * self.columns + out, 8), vector)
-
-    def _keys(self, walk: Walk, tile: Tile, first: Expr, count: int, *, staged: bool) -> list[Key]:
-        """Return ``count`` keys, where they lie or, staged, as float32 and rotated in scratch."""
-        if not staged:
+    def _keys(self, walk: Walk, tile: Tile, first: Expr, count: int) -> list[Key]:
+        """Return ``count`` keys, where they lie or, to be rotated, as float32 in scratch."""
+        if self.spec.rope is None:
             slots = [let(walk.key[first + i]) for i in range(count)]
             return [Key(self.args.k.data, slot, self.spec.kv_dtype) for slot in slots]
         d = self.spec.d_qk
@@ -303,17 +286,31 @@ class FewRows:
             )
             self.args.store_lse(tile, row, self.maximum[row], self.denominator[row])
 
-    def _one_dim(self, keys: list[Key], dim: int) -> Expr:
-        """One dim of eight keys, as float32."""
-        return tvm.tirx.Shuffle([key.load(dim, 1) for key in keys], [i32(i) for i in range(8)])
+    def _dims(self, prefetch: Callable[[Expr, int], None] | None = None) -> Iterator[tuple[Expr, LoadDims]]:
+        """Emit a loop over four dims at once, and the dims that are left: ``(dim, load(keys, dim))`` of either."""
+        fours = self.spec.d_qk // 4
+        with loop(fours) as c:
+            if prefetch:
+                prefetch(c, fours)
+            yield c * 4, self._four_dims
+        for dim in range(fours * 4, self.spec.d_qk):
+            yield i32(dim), self._one_dim
+
+    def _one_dim(self, keys: list[Key], dim: Expr) -> list[Expr]:
+        """One dim of the keys of a vector, as float32."""
+        lanes = [key.load(dim, 1) for key in keys for _ in range(8 // len(keys))]
+        return [tvm.tirx.Shuffle(lanes, [i32(lane) for lane in range(8)])]
 
     def _four_dims(self, keys: list[Key], dim: Expr) -> list[Expr]:
-        """Four dims of eight keys, transposed in registers, as float32."""
-        return transpose4([two_keys(keys[i], keys[i + 4], dim) for i in range(4)])
+        """Four dims of the keys of a vector, as float32."""
+        if len(keys) == 8:
+            return transpose4([two_keys(keys[i], keys[i + 4], dim) for i in range(4)])
+        pair = let(two_keys(keys[0], keys[1], dim))
+        return [shuffle([pair], [n] * 4 + [n + 4] * 4) for n in range(4)]
 
     def _fetch_values(self, walk: Walk, first: Expr, step: Expr, steps: int) -> None:
         """Prefetch the values of the columns being scored, spread over the steps of the score tile."""
-        columns, lines = 8 * self.key_vectors, self.lines[1]
+        columns, lines = self.keys_each, self.lines[1]
         each = -(-columns * lines // max(1, steps))
         for i in range(each):
             n = step * each + i
