@@ -1,7 +1,9 @@
 """The host CPU, on TVM's thread pool.
 
 TVM's pool would take half the processors of an x86 machine; it is told to take those of the affinity mask instead,
-unless ``TVM_NUM_THREADS`` says otherwise. A kernel from disk needs only TVM's small runtime library, not its compiler.
+unless ``TVM_NUM_THREADS`` says otherwise. Its workers would yield 300,000 times before they sleep, beside whatever
+runs next, and a busy process would hang at its end; two thousand span the gaps between our launches
+(``TVM_THREAD_POOL_SPIN_COUNT``). A kernel from disk needs only TVM's small runtime library, not its compiler.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ ENTRY = "attention"
 
 @lru_cache(maxsize=1)
 def runtime() -> None:
-    """Load TVM's runtime library once, with the thread count of the affinity mask."""
+    """Load TVM's runtime library once, with a pool of as many threads as the affinity mask has, that sleeps soon."""
     os.environ.setdefault("TVM_NUM_THREADS", str(available_threads()))
+    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "2000")
     spec = importlib.util.find_spec("tvm")
     places = (spec.submodule_search_locations if spec else None) or []
     for place in places:

@@ -179,12 +179,8 @@ def _record(tokenizer: Tokenizer, runs: dict[str, Any], interrupted: bool) -> di
 
 
 def _quiet_workers() -> None:
-    """Keep other thread pools from spinning beside ours; no use, and no harm, once they are there.
-
-    TVM's own workers yield 300,000 times before they sleep, and only then end: on a busy machine, where every yield
-    takes a time slice, the command would hang at its end. Two thousand span the gaps between our kernels.
-    """
+    """Keep other thread pools from spinning beside ours; no use, and no harm, once they are there."""
     from ..bench.timer import QUIET
 
-    for name, value in (QUIET | {"TVM_THREAD_POOL_SPIN_COUNT": "2000"}).items():
+    for name, value in QUIET.items():
         os.environ.setdefault(name, value)
