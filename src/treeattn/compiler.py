@@ -142,6 +142,7 @@ def build(spec: KernelSpec, config: TileConfig, traits: TargetTraits, name: str 
 
 
 def _build(what: object, make: Callable[[], Any], traits: TargetTraits) -> Any:
+    llvm.runtime()
     import tvm
 
     from .kernels.lowering import PIPELINE

@@ -13,13 +13,19 @@ import pytest
 from treeattn import compiler, store
 
 PROGRAM = """
-import json, sys
+import importlib.util, json, sys
 import numpy as np
 import treeattn as ta
 k = np.linspace(-1, 1, 5 * 4, dtype=np.float32).reshape(5, 1, 4)
 out, lse = ta.attention(k[:2].copy(), ta.RaggedKV(k, k, [0, 5]), ta.Full())
 import treeattn.compiler as compiler
 print(json.dumps({"out": out.tobytes().hex(), "compiled": compiler.compilations, "tvm": "tvm" in sys.modules}))
+assert "tvm" in sys.modules or "torch" not in sys.modules, "a kernel from disk brought torch in"
+if importlib.util.find_spec("torch"):
+    import torch
+    q, keys = torch.from_numpy(k[:2].copy()), torch.from_numpy(k)
+    again, _ = ta.attention(q, ta.RaggedKV(keys, keys, [0, 5]), ta.Full())
+    assert again.numpy().tobytes() == out.tobytes()
 """
 
 

@@ -9,8 +9,11 @@ runs next, and a busy process would hang at its end; two thousand span the gaps 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
+import sys
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +23,31 @@ from ..errors import UnsupportedError
 from ..targets import available_threads
 
 ENTRY = "attention"
+
+
+class _WithoutTorch:
+    """A finder of modules that finds no torch for one thread."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "torch" and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError("torch is not needed here", name=name)
+
+
+@lru_cache(maxsize=1)
+def ffi() -> Any:
+    """Import and return ``tvm_ffi``, without PyTorch unless it is there: alone it would import that first, for seconds.
+
+    Tensors of a PyTorch imported later go through DLPack.
+    """
+    finder: Any = _WithoutTorch()
+    sys.meta_path.insert(0, finder)
+    try:
+        return importlib.import_module("tvm_ffi")
+    finally:
+        sys.meta_path.remove(finder)
 
 
 @lru_cache(maxsize=1)
@@ -32,8 +60,7 @@ def runtime() -> None:
     for place in places:
         library = Path(place) / "lib" / "libtvm_runtime.so"
         if library.exists():
-            import tvm_ffi  # noqa: F401 - its library must be loaded first
-
+            ffi()  # its library must be loaded first
             ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
             return
     import tvm  # noqa: F401 - another layout of the wheel: let TVM find its own
@@ -42,9 +69,7 @@ def runtime() -> None:
 def load(path: Path, entry: str = ENTRY) -> Callable[..., None]:
     """Return a function of a shared library."""
     runtime()
-    import tvm_ffi
-
-    return function(tvm_ffi.load_module(str(path)), entry)
+    return function(ffi().load_module(str(path)), entry)
 
 
 def function(module: Any, entry: str = ENTRY) -> Callable[..., None]:
