@@ -9,6 +9,7 @@ import numpy as np
 
 from .arrays import view
 from .backends import device, is_device
+from .checks import number
 from .compiler import gpu_kernel, kernel
 from .device_launch import DeviceLaunch
 from .device_work import make_device_work
@@ -216,8 +217,7 @@ def _default_indptr(q_indptr: Any, q_total: int, num_seqs: int) -> Any:
 def _scale(sm_scale: Any, d_qk: int) -> float:
     if sm_scale is None:
         return 1.0 / math.sqrt(d_qk)
-    if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float | np.integer | np.floating):
-        raise DTypeError(f"sm_scale: expected a number, got {type(sm_scale).__name__}")
-    if not abs(sm_scale) <= LARGEST:
+    scale = number(sm_scale, "sm_scale")
+    if abs(scale) > LARGEST:
         raise ShapeError(f"sm_scale: expected a number within {LARGEST:.1e}, got {sm_scale}; 1 / sqrt(d_qk) is usual")
-    return float(sm_scale)
+    return scale

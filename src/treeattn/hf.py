@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .arrays import INT32_MAX
+from .checks import integer, positive
 from .errors import DTypeError, ShapeError, UnsupportedError
 from .rope import Rope, RopeScaling, yarn_mscale
 
@@ -249,11 +250,7 @@ def _check_keys(config: Config) -> None:
 def _count(config: Config, key: str, default: int | None = None, most: int = INT32_MAX) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DTypeError(f"{key}: expected an integer, got {value!r:.60}")
-    if not 0 < value <= most:
-        raise ShapeError(f"{key}: expected 1 to {most}, got {value}")
-    return value
+    return integer(value, key, most=most)
 
 
 def _count_or_none(config: Config, key: str) -> int | None:
@@ -272,11 +269,7 @@ def _listed(config: Config, key: str, num_layers: int) -> list[Any]:
 
 def _real(config: Config, key: str) -> float | None:
     value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float | None):
-        raise DTypeError(f"{key}: expected a number, got {value!r:.60}")
-    if value is not None and not 0 < value < math.inf:
-        raise ShapeError(f"{key}: expected a finite number above 0, got {value}")
-    return None if value is None else float(value)
+    return None if value is None else positive(value, key)
 
 
 def _head_dim(config: Config) -> int:

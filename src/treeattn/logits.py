@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import to_numpy
+from .checks import number
 from .errors import DTypeError, ShapeError
 from .rope import Rope
 
@@ -74,9 +75,7 @@ def check_parts(softcap: Any, alibi: Any, sink_logits: Any, rope: Any, q_heads: 
 def _check_softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float | np.integer | np.floating):
-        raise DTypeError(f"softcap: expected a number or None, got {type(softcap).__name__}")
-    if not SMALLEST <= softcap <= LARGEST:
+    if not SMALLEST <= number(softcap, "softcap") <= LARGEST:
         raise ShapeError(
             f"softcap: expected a number from {SMALLEST:.1e} to {LARGEST:.1e}, got {softcap}; pass None for no soft-cap"
         )

@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import INT32_MAX, IntArray, indices
-from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
+from .checks import integer
+from .errors import DTypeError, ShapeError, UnsupportedError
 from .tree import TokenTree, lay_out
 
 Form: TypeAlias = tuple[Any, ...]
@@ -353,7 +354,7 @@ class Window(Leaf):
     test: ClassVar[str] = "pos_from"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", _check_size(self.size, "Window", 1))
+        object.__setattr__(self, "size", integer(self.size, "Window"))
 
     def bound(self, batch: Batch) -> IntArray:
         return np.maximum(batch.position.astype(np.int64) - (self.size - 1), -INT32_MAX)
@@ -367,7 +368,7 @@ class Sink(Leaf):
     test: ClassVar[str] = "pos_below"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", _check_size(self.size, "Sink", 0))
+        object.__setattr__(self, "size", integer(self.size, "Sink", 0))
 
     def bound(self, batch: Batch) -> IntArray:
         return np.full(1, self.size, np.int32)
@@ -461,14 +462,6 @@ def _as_mask(value: Any) -> Mask:
             f"mask: expected a Mask beside & or |, got {type(value).__name__}; masks are Full, Causal, Tree, ..."
         )
     return value
-
-
-def _check_size(size: Any, name: str, least: int) -> int:
-    if isinstance(size, bool) or not isinstance(size, int | np.integer):
-        raise DTypeError(f"{name}: expected an integer, got {type(size).__name__}")
-    if not least <= size <= INT32_MAX:
-        raise IndexRangeError(f"{name}: expected {least} to {INT32_MAX} tokens, got {size}")
-    return int(size)
 
 
 def _check_count(count: int, batch: Batch, name: str) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import DTYPES, INT32_MAX, IntArray, check_dtype, indices
-from .errors import DTypeError, IndexRangeError, ShapeError
+from .checks import integer
+from .errors import IndexRangeError, ShapeError
 from .launch import Launch
 from .masks import Batch, Mask, tile_spans
 from .schedules.tiles import TileConfig
@@ -324,33 +325,22 @@ def check_rows(q_indptr: IntArray, group: int) -> None:
 
 def check_heads(q_heads: Any, kv_heads: int) -> int:
     """Return ``q_heads``, a positive multiple of ``kv_heads``."""
-    if isinstance(q_heads, bool) or not isinstance(q_heads, int | np.integer):
-        raise DTypeError(f"q_heads: expected an integer, got {type(q_heads).__name__}")
-    if not 1 <= q_heads <= INT32_MAX or q_heads % kv_heads:
-        raise ShapeError(f"q_heads: expected a positive multiple of kv_heads ({kv_heads}), got {q_heads}")
-    return int(q_heads)
+    heads = integer(q_heads, "q_heads")
+    if heads % kv_heads:
+        raise ShapeError(f"q_heads: expected a positive multiple of kv_heads ({kv_heads}), got {heads}")
+    return heads
 
 
 def check_threads(threads: Any, most: int) -> int:
     """Return the thread count: all available for None."""
     if threads is None:
         return most
-    if isinstance(threads, bool) or not isinstance(threads, int | np.integer):
-        raise DTypeError(f"threads: expected an integer or None, got {type(threads).__name__}")
-    if threads < 1:
-        raise IndexRangeError(f"threads: expected 1 or more, got {threads}")
-    return min(int(threads), max(most, MOST_THREADS))  # more than there are processors only take turns
+    return min(integer(threads, "threads"), max(most, MOST_THREADS))  # more than there are processors only take turns
 
 
 def check_split(split_kv: Any) -> int | None:
     """Return ``split_kv``, columns of a part, or None."""
-    if split_kv is None:
-        return None
-    if isinstance(split_kv, bool) or not isinstance(split_kv, int | np.integer):
-        raise DTypeError(f"split_kv: expected an integer or None, got {type(split_kv).__name__}")
-    if not LEAST_PART <= split_kv <= INT32_MAX:
-        raise IndexRangeError(f"split_kv: expected {LEAST_PART} columns or more, got {split_kv}")
-    return int(split_kv)
+    return None if split_kv is None else integer(split_kv, "split_kv", LEAST_PART)
 
 
 def check_q_dtype(dtype: Any) -> str:

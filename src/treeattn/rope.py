@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import as_kind, check_dtype, empty_like_kind, indices, to_numpy
+from .checks import integer, number, positive
 from .devices import DeviceArray
 from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 
@@ -64,13 +65,13 @@ class RopeScaling:
         if self.kind not in _INV_FREQ:
             raise UnsupportedError(f"kind: expected one of {', '.join(_INV_FREQ)}, got {self.kind!r}")
         for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            object.__setattr__(self, name, _positive(getattr(self, name), name))
-        for name, check in (("attention_factor", _positive), ("mscale", _number), ("mscale_all_dim", _number)):
+            object.__setattr__(self, name, positive(getattr(self, name), name))
+        for name, check in (("attention_factor", positive), ("mscale", number), ("mscale_all_dim", number)):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else check(value, name))
         for name in ("short_factor", "long_factor"):
             object.__setattr__(self, name, _positives(getattr(self, name), name))
-        length = int(_number(self.original_max_position, "original_max_position"))
+        length = int(number(self.original_max_position, "original_max_position"))
         if self.kind != "linear" and length < 2:
             raise ShapeError(f"original_max_position: expected 2 tokens or more, got {self.original_max_position}")
         object.__setattr__(self, "original_max_position", length)
@@ -187,8 +188,8 @@ class Rope:
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "theta", _positive(self.theta, "theta"))
-        object.__setattr__(self, "scale", _positive(self.scale, "scale"))
+        object.__setattr__(self, "theta", positive(self.theta, "theta"))
+        object.__setattr__(self, "scale", positive(self.scale, "scale"))
         if self.style not in STYLES:
             raise UnsupportedError(f"style: expected one of {', '.join(STYLES)}, got {self.style!r}")
         if self.rotary_dim is not None:
@@ -431,32 +432,16 @@ def _attention_factor(scaling: RopeScaling) -> float:
     return 1.0
 
 
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise DTypeError(f"{name}: expected a number, got {value!r:.60}; pass a float")
-    if not math.isfinite(value):
-        raise ShapeError(f"{name}: expected a finite number, got {value}")
-    return float(value)
-
-
-def _positive(value: Any, name: str) -> float:
-    number = _number(value, name)
-    if number <= 0:
-        raise ShapeError(f"{name}: expected a number above 0, got {value}")
-    return number
-
-
 def _positives(values: Any, name: str) -> tuple[float, ...]:
     try:
         items = tuple(values)
     except TypeError:
         raise DTypeError(f"{name}: expected a list of numbers, got {values!r:.60}") from None
-    return tuple(_positive(value, f"{name}[{index}]") for index, value in enumerate(items))
+    return tuple(positive(value, f"{name}[{index}]") for index, value in enumerate(items))
 
 
 def _even(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise DTypeError(f"{name}: expected an integer, got {value!r:.60}")
-    if value <= 0 or value % 2:
-        raise ShapeError(f"{name}: expected an even number above 0, got {value}; pairs of dimensions turn together")
-    return int(value)
+    found = integer(value, name)
+    if found % 2:
+        raise ShapeError(f"{name}: expected an even number above 0, got {found}; pairs of dimensions turn together")
+    return found

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from .arrays import INT32_MAX, IntArray, View, indices, view
+from .checks import integer
 from .devices import Device, itemsize
 from .errors import DTypeError, IndexRangeError, ShapeError
 
@@ -304,8 +305,7 @@ class LatentKV(PageTableStorage):
         pages = view(self.pages, "pages")
         if pages.ndim != 3 or pages.shape[1] < 1:
             raise ShapeError(f"pages: expected [num_pages, page_size, d_latent + d_rope], got shape {pages.shape}")
-        if not isinstance(self.d_latent, int | np.integer) or not 1 <= self.d_latent <= pages.shape[2]:
-            raise ShapeError(f"d_latent: expected 1 to {pages.shape[2]} (= the size of a slot), got {self.d_latent}")
+        integer(self.d_latent, "d_latent", most=pages.shape[2])
         return pages
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import treeattn as ta
 from treeattn.ahead.describe import MASKS, describe, load_description, mask_text, read_mask, read_spec, specs_of_model
-from treeattn.errors import DTypeError, ShapeError, TreeAttnError, UnsupportedError
+from treeattn.errors import DTypeError, IndexRangeError, ShapeError, TreeAttnError, UnsupportedError
 from treeattn.kernels.spec import KernelSpec
 
 BASE = {"d_qk": 64, "q_dtype": "float16", "mask": "tree"}
@@ -50,10 +50,10 @@ def test_defaults_and_every_key():
     ("changes", "error", "text"),
     [
         ({"fly": 1}, UnsupportedError, "got fly"),
-        ({"d_qk": 0}, ShapeError, "spec.d_qk: expected 1 to"),
+        ({"d_qk": 0}, IndexRangeError, "spec.d_qk: expected 1 to"),
         ({"d_qk": True}, DTypeError, "spec.d_qk: expected an integer, got True"),
         ({"d_v": "64"}, DTypeError, "spec.d_v"),
-        ({"d_qk": 10**9}, ShapeError, "spec.d_qk"),
+        ({"d_qk": 10**9}, IndexRangeError, "spec.d_qk"),
         ({"q_dtype": "float64"}, DTypeError, "spec.q_dtype: expected float32, float16, bfloat16, got 'float64'"),
         ({"kv_dtype": ["float16"]}, DTypeError, "spec.kv_dtype"),
         ({"softcap": 50.0}, DTypeError, "spec.softcap: expected true or false"),

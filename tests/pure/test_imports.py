@@ -36,7 +36,7 @@ LEVELS = [
     {"schedules"},
     {"kernels"},
     {"targets", "masks", "storage", "states", "rope", "logits", "hf", "draw"},
-    {"tree", "arrays", "files"},
+    {"tree", "arrays", "checks", "files"},
     {"devices"},
     {"errors"},
 ]

@@ -188,8 +188,8 @@ def test_bad_moves_are_refused(fields, error, message):
 
 def test_latent_refusals():
     pages = np.zeros((2, 4, 40), np.float32)
-    for d_latent in (0, 41, "x"):
-        with pytest.raises(ta.ShapeError, match="d_latent: expected 1 to 40"):
+    for d_latent, error in ((0, ta.IndexRangeError), (41, ta.IndexRangeError), ("x", ta.DTypeError)):
+        with pytest.raises(error, match=r"d_latent: expected (1 to 40|an integer)"):
             _ = ta.LatentKV(pages, [0, 1], [0], [3], d_latent=d_latent).pools
     with pytest.raises(ta.ShapeError, match=r"pages: expected \[num_pages, page_size, d_latent \+ d_rope\]"):
         _ = ta.LatentKV(pages[0], [0, 1], [0], [3], d_latent=8).pools

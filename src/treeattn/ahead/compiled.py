@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..api import attention, kernel_spec
-from ..arrays import view
+from ..arrays import INT32_MAX, view
+from ..checks import integer
 from ..compiler import build, gpu_sources
 from ..errors import UnsupportedError
 from ..hf import ModelSpec
@@ -22,7 +23,7 @@ from .describe import describe, read_spec, specs_of_model
 from .export import export
 
 NAME = "attention"
-MOST_ROWS = 2**31 - 1
+MOST_ROWS = INT32_MAX
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,9 @@ def compile_spec(
 ) -> CompiledKernel:
     """Compile a spec; ``name`` must differ between kernels of one export."""
     traits = code_target(target)
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-        raise UnsupportedError(f"rows: expected 1 or more, got {rows!r}")
+    rows = MOST_ROWS if rows is None else integer(rows, "rows")
     if isinstance(traits, GpuTraits):
-        tile = choose(spec, traits, rows or MOST_ROWS)
+        tile = choose(spec, traits, rows)
         return CompiledKernel(spec, traits, tile, gpu_sources(spec, tile, traits), name, layers)
     config = select(spec, traits)
     return CompiledKernel(spec, traits, config, build(spec, config, traits, name), name, layers)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arrays import DTYPES
+from ..checks import integer
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..hf import ModelSpec
 from ..kernels.spec import KernelSpec
@@ -191,11 +192,7 @@ def _fresh(mask: Mask) -> Mask:
 
 
 def _size(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DTypeError(f"spec.{key}: expected an integer, got {value!r:.60}")
-    if not 1 <= value <= MOST_DIMS:
-        raise ShapeError(f"spec.{key}: expected 1 to {MOST_DIMS}, got {value}")
-    return value
+    return integer(value, f"spec.{key}", most=MOST_DIMS)
 
 
 def _dtype(key: str, value: Any) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import INT32_MAX, numpy_dtype
+from ..arrays import numpy_dtype
+from ..checks import integer
 from ..devices import itemsize
-from ..errors import CacheFullError, DTypeError, IndexRangeError
+from ..errors import CacheFullError
 from ..planner import check_q_dtype
 from ..storage import LatentKV, PagedKV
 from .table import Snapshot
@@ -32,7 +32,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "kv_heads", "head_dim", "num_pages", "page_size"):
-            object.__setattr__(self, name, check_size(getattr(self, name), name, 0 if name == "num_pages" else 1))
+            object.__setattr__(self, name, integer(getattr(self, name), name, 0 if name == "num_pages" else 1))
         object.__setattr__(self, "dtype", check_q_dtype(self.dtype))
 
     @property
@@ -62,23 +62,3 @@ class Layout:
             if any(table.dropped):
                 arrays |= {"kept": table.kept, "dropped": table.dropped}
         return LatentKV(pages, **arrays, d_latent=self.d_latent) if self.d_latent else PagedKV(pages, **arrays)
-
-
-def check_size(value: Any, name: str, least: int = 1) -> int:
-    """Return a size as an int, checked."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise DTypeError(f"{name}: expected an integer, got {value!r:.60}")
-    if not least <= value <= INT32_MAX:
-        raise IndexRangeError(f"{name}: expected {least} to {INT32_MAX}, got {value}")
-    return int(value)
-
-
-def check_layer(layer: int, num_layers: int) -> int:
-    """Return a layer's index, checked."""
-    try:
-        index = operator.index(layer)
-    except TypeError:
-        raise DTypeError(f"layer: expected an integer, got {layer!r:.60}") from None
-    if not 0 <= index < num_layers:
-        raise IndexRangeError(f"layer: expected 0 to {num_layers - 1}, got {index}")
-    return index

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import cache_ops
+from ..checks import integer
 from ..errors import CacheError, CacheFullError, DTypeError, IndexRangeError, ShapeError
 from ..masks import Sink, Window
 from ..tree import TokenTree
 from . import saved
-from .layout import Layout, check_layer, check_size
+from .layout import Layout
 from .pages import PagePool
 from .step import Step
 from .table import CachedSequence, Snapshot, chain
@@ -69,7 +70,7 @@ class PagedKVCache:
 
         ``step.append(layer, rows)`` takes rows ``[q_total, d_latent + d_rope]``; pass ``sm_scale`` to attention.
         """
-        d_latent, d_rope = check_size(d_latent, "d_latent"), check_size(d_rope, "d_rope", 0)
+        d_latent, d_rope = integer(d_latent, "d_latent"), integer(d_rope, "d_rope", 0)
         cache = cls.__new__(cls)
         cache._start(Layout(num_layers, 1, d_latent + d_rope, num_pages, page_size, dtype, d_latent))
         return cache
@@ -181,7 +182,7 @@ class PagedKVCache:
 
     def pages(self, layer: int) -> NDArray[Any]:
         """Return a layer's pool, not a copy, as `PagedKV` or `LatentKV` has it."""
-        pages: NDArray[Any] = self._layers[check_layer(layer, len(self._layers))].pages
+        pages: NDArray[Any] = self._layers[integer(layer, "layer", 0, len(self._layers) - 1)].pages
         return pages
 
     def read(self, layer: int, seq: int) -> Any:

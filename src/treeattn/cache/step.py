@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from .. import api, cache_ops
 from ..arrays import IntArray, to_numpy, view
+from ..checks import integer
 from ..errors import CacheError, ShapeError
 from ..masks import Causal, Mask, Sink, Tree, Window
 from ..planner import Plan
 from ..rope import Rope
 from ..storage import LatentKV, PagedKV
-from .layout import Layout, check_layer
+from .layout import Layout
 from .table import Snapshot
 
 
@@ -181,7 +182,7 @@ class Step:
     def _index(self, layer: int) -> int:
         if not self.is_open:
             raise CacheError("step: expected an open step, got one that ended; begin another")
-        return check_layer(layer, len(self._layers))
+        return integer(layer, "layer", 0, len(self._layers) - 1)
 
 
 def _content(item: tuple[str, Any]) -> tuple[Any, ...] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import IntArray
-from ..errors import CacheError, DTypeError, IndexRangeError
+from ..checks import integer
+from ..errors import CacheError
 from ..tree import TokenTree
 
 if TYPE_CHECKING:
@@ -64,12 +64,7 @@ class CachedSequence:
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` committed tokens, or raise and change nothing."""
-        try:
-            length = operator.index(length)
-        except TypeError:
-            raise DTypeError(f"length: expected an integer, got {length!r:.60}") from None
-        if not 0 <= length <= self.length:
-            raise IndexRangeError(f"length: expected 0 to {self.length} (= the committed tokens), got {length}")
+        length = integer(length, "length", 0, self.length)
         end = self.kept + self.dropped
         if self.kept < length < end:
             raise CacheError(

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import indices
-from ..cache.layout import check_size
 from ..cache.manager import PagedKVCache
+from ..checks import integer
 from ..errors import DTypeError, IndexRangeError, ShapeError
 from ..models.network import Model
 from ..speculate.budget import Proposal, StepCost, choose
@@ -103,8 +103,8 @@ class Generator:
         page_size: int = 16,
         cache_dtype: str = "float32",
     ) -> None:
-        self._model, self._drafter, self._most = model, drafter, check_size(most_drafts, "most_drafts", 0)
-        capacity, page_size = check_size(capacity, "capacity"), check_size(page_size, "page_size")
+        self._model, self._drafter, self._most = model, drafter, integer(most_drafts, "most_drafts", 0)
+        capacity, page_size = integer(capacity, "capacity"), integer(page_size, "page_size")
         self._cost = cost or StepCost()
         self._page_size, self._num_pages = page_size, -(-capacity // page_size)
         model.warm_up(cache_dtype)
@@ -138,7 +138,7 @@ class Generator:
         tokens, stops = _tokens(prompt, "prompt"), frozenset(_tokens(stop_tokens, "stop_tokens"))
         if not tokens:
             raise ShapeError("prompt: expected one token or more, got none; begin with the model's first token")
-        max_tokens = check_size(max_tokens, "max_tokens")
+        max_tokens = integer(max_tokens, "max_tokens")
         if not isinstance(sampling, Sampling | None):
             raise DTypeError(f"sampling: expected a Sampling or None, got {type(sampling).__name__}")
         outside = [token for token in tokens if not 0 <= token < self._model.vocab_size]

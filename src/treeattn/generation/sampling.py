@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache.layout import check_size
-from ..errors import DTypeError, ShapeError
+from ..checks import integer, number
+from ..errors import ShapeError
 
 FEW = 1024
 """Tokens that are sorted first for top-p; the whole vocabulary only where these fall short."""
@@ -37,13 +37,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-                raise DTypeError(f"{name}: expected a number, got {value!r:.60}")
-        check_size(self.top_k, "top_k", 0)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int | np.integer) or self.seed < 0:
-            raise DTypeError(f"seed: expected an integer, 0 or more, got {self.seed!r:.60}")
-        if not 0 <= self.temperature < float("inf"):
+            number(getattr(self, name), name)
+        integer(self.top_k, "top_k", 0)
+        integer(self.seed, "seed", 0, 2**64 - 1)
+        if self.temperature < 0:
             raise ShapeError(f"temperature: expected 0 or more, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ShapeError(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
