@@ -6,6 +6,7 @@ unless the kernel cannot read the memory as it lies (last axis not contiguous, e
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
@@ -65,7 +66,7 @@ def view(array: Any, name: str) -> View:
     if isinstance(array, DeviceArray):
         return View(array.offset, array.shape, array.strides, array.dtype, array, array.device)
     if hasattr(array, "__dlpack__"):
-        if int(array.__dlpack_device__()[0]) == CUDA:
+        if _dlpack_device(array, name)[0] == CUDA:
             return _borrow(array, name)
         return _view_numpy(_import_dlpack(array, name), name)
     raise DTypeError(
@@ -194,17 +195,17 @@ def _view_numpy(array: NDArray[Any], name: str) -> View:
 
 def _view_torch(tensor: Any, name: str) -> View:
     label = check_dtype(str(tensor.dtype).rpartition(".")[2], name)
-    _require_cpu(tensor, name)
-    if str(tensor.layout) != "torch.strided":
-        raise UnsupportedError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
-    if (tensor.shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1) or tensor.data_ptr() % tensor.element_size():
-        tensor = tensor.clone(memory_format=sys.modules["torch"].contiguous_format)
-    return View(tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), label, tensor)
+    place = _torch_pointer(tensor, name)
+    gaps = tensor.shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1
+    if gaps or place % tensor.element_size() or tensor.is_neg():  # memory of a negated view has the other sign
+        tensor = tensor.clone(memory_format=sys.modules["torch"].contiguous_format).resolve_neg()
+        place = tensor.data_ptr()
+    return View(place, tuple(tensor.shape), tuple(tensor.stride()), label, tensor)
 
 
 def _torch_to_numpy(tensor: Any, name: str) -> NDArray[Any]:
-    _require_cpu(tensor, name)
-    tensor = tensor.detach()
+    _torch_pointer(tensor, name)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if str(tensor.dtype) == "torch.bfloat16":
         bits: NDArray[Any] = tensor.view(sys.modules["torch"].int16).numpy()
         return bits.view(numpy_dtype("bfloat16"))
@@ -213,23 +214,41 @@ def _torch_to_numpy(tensor: Any, name: str) -> NDArray[Any]:
 
 
 def _import_dlpack(array: Any, name: str) -> NDArray[Any]:
-    device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
-    if int(device[0]) != 1:
-        raise UnsupportedError(
-            f"{name}: expected memory on the CPU, got DLPack device {tuple(map(int, device))}; copy it to the host"
-        )
+    device = _dlpack_device(array, name)
+    if device[0] != 1:
+        raise UnsupportedError(f"{name}: expected memory on the CPU, got DLPack device {device}; copy it to the host")
     try:
         return np.from_dlpack(array)
-    except (TypeError, BufferError, RuntimeError) as error:
-        bits = np.asarray(array)  # NumPy cannot import bfloat16 by DLPack; JAX exports it as ml_dtypes
+    except Exception as error:  # an exporter's own code may raise anything
+        reason = error
+    with contextlib.suppress(Exception):  # NumPy cannot import bfloat16 by DLPack; JAX exports it as ml_dtypes
+        bits = np.asarray(array)
         if bits.dtype.name in DTYPES:
             return bits
-        raise DTypeError(f"{name}: cannot import this array by DLPack ({error}); pass a NumPy array") from None
+    raise DTypeError(f"{name}: cannot import this array by DLPack ({reason}); pass a NumPy array")
 
 
-def _require_cpu(tensor: Any, name: str) -> None:
+def _dlpack_device(array: Any, name: str) -> tuple[int, int]:
+    try:
+        kind, index = array.__dlpack_device__()
+        return int(kind), int(index)
+    except Exception as error:  # as above
+        raise DTypeError(f"{name}: cannot tell its DLPack device ({error!r}); pass a NumPy array") from None
+
+
+def _torch_pointer(tensor: Any, name: str) -> int:
+    """Return where a tensor's memory is; refuse one that has none here, which is never to be read."""
     if tensor.device.type != "cpu":
         raise UnsupportedError(f"{name}: expected a tensor on the CPU, got {tensor.device}; pass {name}.cpu()")
+    if str(tensor.layout) != "torch.strided" or tensor.is_nested:
+        raise UnsupportedError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
+    try:
+        pointer: int = tensor.data_ptr()
+    except RuntimeError as error:  # inside torch.func transforms
+        raise UnsupportedError(f"{name}: expected a tensor with memory of its own, got one without ({error})") from None
+    if pointer == 0 and tensor.numel():
+        raise UnsupportedError(f"{name}: expected a tensor with memory, got {type(tensor).__name__} without any")
+    return pointer
 
 
 def _borrow(array: Any, name: str) -> View:
@@ -239,4 +258,5 @@ def _borrow(array: Any, name: str) -> View:
 
 
 def _is_torch(array: Any) -> bool:
-    return type(array).__module__.startswith("torch") and "torch" in sys.modules
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
