@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import as_kind, to_numpy
+from .arrays import as_kind, check_dtype, dtype_name, to_numpy
 from .devices import DeviceArray
-from .errors import DTypeError, ShapeError
+from .errors import ShapeError
 
 
 def merge(*states: Any) -> tuple[Any, Any]:
@@ -28,12 +28,14 @@ def merge(*states: Any) -> tuple[Any, Any]:
         ``[..., d_v]``, of the kind and dtype of ``out_a``.
     lse : Array
         ``[...]`` float32, base 2. ``merge(x, nothing)`` is x, and of two empty states ``(0, -inf)``. No NaN comes of
-        LSEs that are finite or -inf.
+        LSEs that are finite or -inf; a row with an LSE of NaN or +inf is NaN, and no other row is.
 
     Raises
     ------
     ShapeError
         An odd number of arrays, or shapes that differ.
+    DTypeError
+        Elements other than float32, float16 or bfloat16: states are merged in float32.
     """
     if len(states) < 4 or len(states) % 2:
         raise ShapeError(f"merge: expected out_a, lse_a, out_b, lse_b, ..., got {len(states)} arrays")
@@ -67,8 +69,7 @@ def to_natural(lse: Any) -> Any:
 
 def _check_state(array: Any, name: str) -> NDArray[Any]:
     state = to_numpy(array, name)
-    if state.dtype.kind != "f" and state.dtype.name != "bfloat16":
-        raise DTypeError(f"{name}: expected floating-point numbers, got dtype {state.dtype}")
+    check_dtype(dtype_name(state.dtype), name)
     return state
 
 
@@ -78,12 +79,12 @@ def merge_states(
     """Merge states in their order, in float32; see `merge`."""
     stacked = np.stack(lses)
     highest = stacked.max(axis=0)
-    weights = np.exp2(stacked - np.where(np.isneginf(highest), np.float32(0), highest))
-    total = weights.sum(axis=0)
-    share = np.divide(weights, total, out=np.zeros_like(weights), where=total != 0)
     out = np.zeros(outs[0].shape, np.float32)
-    for part, weight in zip(outs, share, strict=True):
-        held = weight[..., None] != 0  # a state without weight adds nothing, whatever it holds
-        out += np.where(held, part.astype(np.float32), np.float32(0)) * weight[..., None]
-    with np.errstate(divide="ignore"):
-        return out, (highest + np.log2(total)).astype(np.float32)
+    with np.errstate(all="ignore"):  # infinities and NaN of a state are its own
+        weights = np.exp2(stacked - np.where(np.isneginf(highest), np.float32(0), highest))
+        total = weights.sum(axis=0)
+        share = np.divide(weights, total, out=np.zeros_like(weights), where=total != 0)
+        for part, weight in zip(outs, share, strict=True):
+            held = weight[..., None] != 0  # a state without weight adds nothing, whatever it holds
+            out += np.where(held, part.astype(np.float32), np.float32(0)) * weight[..., None]
+        return out, np.asarray(highest + np.log2(total), np.float32)

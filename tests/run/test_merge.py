@@ -73,6 +73,30 @@ def test_nothing_and_nothing_is_nothing():
         assert np.isneginf(lse).all()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("lse", [np.nan, np.inf])
+def test_an_lse_that_is_no_number_spoils_its_row_alone(lse):
+    one, other = state(0), state(1)
+    want = ta.merge(*one, *other)
+    other[1][0, 1] = lse
+    spoilt = np.zeros((2, 3), bool)
+    spoilt[0, 1] = True
+    for got, right in zip(ta.merge(*one, *other), want, strict=True):
+        assert np.isnan(got[spoilt]).all()
+        assert np.array_equal(got[~spoilt], right[~spoilt])
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinite_outputs_add_as_float32_does():
+    one, other = state(0), state(1)
+    one[0][0, 0], other[0][0, 0, :2] = np.inf, -np.inf
+    out, lse = ta.merge(*one, *other)
+    assert np.isnan(out[0, 0, :2]).all()
+    assert np.isposinf(out[0, 0, 2:]).all()
+    assert np.isfinite(out[0, 1:]).all()
+    assert np.isfinite(lse).all()
+
+
 @pytest.mark.parametrize("held", [np.nan, np.inf, -np.inf])
 def test_what_a_state_without_weight_holds_does_not_matter(held):
     one, other = state(0), (np.full((2, 3, 4), held, np.float32), np.full((2, 3), -np.inf, np.float32))
@@ -147,6 +171,8 @@ def test_strided_and_empty():
     assert all(map(np.array_equal, ta.merge(wide, one[1], *other), ta.merge(*one, *other)))
     out, lse = ta.merge(*[array[:0] for array in (*one, *other)])
     assert (out.shape, lse.shape) == ((0, 3, 4), (0, 3))
+    out, lse = ta.merge(*[array[0, 0] for array in (*one, *other)])
+    assert (type(lse), out.shape, lse.shape) == (np.ndarray, (4,), ())
 
 
 def test_states_of_attention_without_keys():
@@ -171,8 +197,11 @@ def test_states_of_attention_without_keys():
         [*state(), *[np.array(array, object) for array in state()]],
         [*state(), state()[0].astype(np.int32), state()[1]],
         [*state(), state()[0], state()[1].astype(complex)],
+        [state()[0].astype(np.float64), state()[1], *state()],
+        [*state(), state()[0], state()[1].astype(np.float64)],
+        [*state(), state()[0].astype(ml_dtypes.float8_e4m3fn), state()[1]],
     ],
-    ids=range(13),
+    ids=range(16),
 )
 def test_bad_states(arrays):
     with pytest.raises(ta.TreeAttnError, match=r"^(merge|out|lse)[\w ]*: "):
