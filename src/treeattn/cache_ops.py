@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from . import device_ops
 from .arrays import DTYPES, as_kind, dtype_name, indices, to_numpy
+from .device_ops import check_moves, check_pool, check_slots
 from .devices import DeviceArray
 from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 from .rope import Rope
@@ -65,12 +66,13 @@ def append(
         device_ops.append(pages, slots, {"k": k} if pages.ndim == 3 else {"k": k, "v": v}, rope, positions)
         return
     pool = _Pool(pages, writes=True)
-    places = pool.places(slots, "slots", check)
+    places = pool.places(check_slots(slots, pool.end, "slots", distinct=True) if check else slots)
     _check_latent(pool.is_latent, v, rope)
-    if rope is not None:
-        k = rope.rotate(k, positions)
     names = ("k",) if pool.is_latent else ("k", "v")
-    new = [pool.new_rows(array, name, len(places[0])) for array, name in zip((k, v), names, strict=False)]
+    new = [pool.check_new(array, name, len(places[0])) for array, name in zip((k, v), names, strict=False)]
+    if rope is not None:
+        new[0] = rope.rotate(new[0], positions)
+    new = [_as_rows(np.ascontiguousarray(array, pool.array.dtype)) for array in new]
     for half, rows in enumerate(new):
         pool.put(half, places, rows)
 
@@ -84,6 +86,7 @@ def copy_page(pages: Any, source: int, target: int, count: int | None = None) ->
         A page or a count outside the pool.
     """
     array = pages if isinstance(pages, DeviceArray) else _Pool(pages, writes=True).array
+    check_pool(array.shape)
     num_pages, page_size = array.shape[0], array.shape[-2]
     places = indices([source, target, page_size if count is None else count], "source, target, count")
     source, target, count = places.tolist()
@@ -121,9 +124,8 @@ def compact(pages: Any, source: Any, target: Any, *, check: bool = True) -> None
         device_ops.compact(pages, source, target)
         return
     pool = _Pool(pages, writes=True)
-    reads, writes = pool.places(source, "source", check), pool.places(target, "target", check)
-    if len(reads[0]) != len(writes[0]):
-        raise ShapeError(f"target: expected {len(reads[0])} slots as source has, got {len(writes[0])}")
+    given = check_moves(source, target, pool.end) if check else (source, target)
+    reads, writes = map(pool.places, given)
     moved = [pool.get(half, reads) for half in range(pool.halves)]
     for half, rows in enumerate(moved):
         pool.put(half, writes, rows)
@@ -151,7 +153,7 @@ def gather(pages: Any, slots: Any, *, check: bool = True) -> Any:
         found = device_ops.gather(pages, slots)
         return found[0] if len(found) == 1 else tuple(found)
     pool = _Pool(pages)
-    places = pool.places(slots, "slots", check)
+    places = pool.places(check_slots(slots, pool.end, "slots") if check else slots)
     read = [pool.get(half, places) for half in range(pool.halves)]
     arrays = [as_kind(rows[..., None].view(pool.array.dtype), pages) for rows in read]
     return arrays[0] if pool.is_latent else tuple(arrays)
@@ -174,12 +176,8 @@ class _Pool:
         array = to_numpy(pages, "pages")
         if dtype_name(array.dtype) not in DTYPES:
             raise DTypeError(f"pages: expected dtype float32, float16 or bfloat16, got {array.dtype}")
-        if not (array.ndim == 3 or (array.ndim == 5 and array.shape[1] == 2)) or 0 in array.shape[1:]:
-            raise ShapeError(
-                "pages: expected [num_pages, 2, kv_heads, page_size, d] or [num_pages, page_size, d], "
-                f"got shape {array.shape}"
-            )
-        if array.strides[-1] != array.itemsize and array.shape[-1] > 1:
+        check_pool(array.shape)
+        if array.strides[-1] != array.itemsize and array.shape[-1] > 1 and array.size:
             raise ShapeError(
                 "pages: expected a contiguous last axis, got a strided one; pass the array it is a view of"
             )
@@ -187,20 +185,12 @@ class _Pool:
             raise ShapeError("pages: expected writable memory, got a read-only array")
         self.array, self.is_latent = array, array.ndim == 3
         self.rows, self.halves = _as_rows(array), 1 if self.is_latent else 2
-        self.num_pages, self.page_size = array.shape[0], array.shape[-2]
+        self.page_size, self.end = array.shape[-2], array.shape[0] * array.shape[-2]
 
-    def places(self, values: Any, name: str, check: bool) -> Places:
-        slots = to_numpy(values, name)
-        if check:
-            if slots.ndim != 1 or (slots.dtype.kind not in "iu" and slots.size):
-                raise ShapeError(f"{name}: expected integers [n], got {slots.dtype} {list(slots.shape)}")
-            outside = (slots < 0) | (slots >= self.num_pages * self.page_size)
-            if outside.any():
-                at, end = int(outside.argmax()), self.num_pages * self.page_size
-                raise IndexRangeError(f"{name}: expected slots in [0, {end}), got {slots[at]} at index {at}")
-        return np.divmod(slots.astype(np.int64, copy=False), self.page_size)
+    def places(self, slots: Any) -> Places:
+        return np.divmod(to_numpy(slots, "slots").astype(np.int64, copy=False), self.page_size)
 
-    def new_rows(self, array: Any, name: str, count: int) -> Rows:
+    def check_new(self, array: Any, name: str, count: int) -> NDArray[Any]:
         new = to_numpy(array, name)
         heads = () if self.is_latent else self.array.shape[2:3]
         wanted = (count, *heads, self.array.shape[-1])
@@ -208,7 +198,7 @@ class _Pool:
             raise ShapeError(f"{name}: expected shape {list(wanted)}, got {list(new.shape)}")
         if dtype_name(new.dtype) not in DTYPES:
             raise DTypeError(f"{name}: expected dtype float32, float16 or bfloat16, got {new.dtype}; convert it first")
-        return _as_rows(np.ascontiguousarray(new, self.array.dtype))
+        return new
 
     def get(self, half: int, places: Places) -> Rows:
         page, place = places
@@ -223,4 +213,5 @@ class _Pool:
 
 
 def _as_rows(array: NDArray[Any]) -> Rows:
-    return array.view(np.dtype((np.void, array.shape[-1] * array.itemsize)))[..., 0]
+    row = np.dtype((np.void, array.shape[-1] * array.itemsize))
+    return array.view(row)[..., 0] if array.size else np.empty(array.shape[:-1], row)  # no size, no strides

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .arrays import INT32_MAX, View, view
+from .arrays import INT32_MAX, View, check_dtype, to_numpy, view
 from .compiler import gpu_program
 from .devices import Device, DeviceArray
-from .errors import IndexRangeError, ShapeError, UnsupportedError
-from .rope import Rope
+from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
+from .rope import Rope, check_positions
 
 THREADS = 128  # as in `treeattn.kernels.gpu.rows`
 
@@ -80,9 +81,9 @@ def move(
     """
     device, d = _device_of(target), target.array.shape[-1]
     count = len(reads) * target.heads * d
+    places = np.zeros(len(reads), np.int32) if rope is None else check_positions(positions, len(reads))
     if count == 0:
         return
-    places = np.zeros(len(reads), np.int32) if positions is None else np.asarray(positions)
     moves = np.stack([np.asarray(reads), np.asarray(writes), places], axis=1).astype(np.int32)
     dtypes = source.array.dtype, target.array.dtype
     _check_writable(device, dtypes[1], count)
@@ -90,7 +91,7 @@ def move(
     form = None
     if rope is not None:
         form = rope.style, rope.rotary_dim or d
-        tables = rope.tables(d, max(int(places.max()), 0), seq_len)
+        tables = rope.tables(d, int(places.max()), seq_len)
     blocks = -(-count // THREADS)
     arguments = source.arguments("given") | target.arguments("made")
     arguments |= {"moves": device.upload(moves), "tables": device.upload(tables)}
@@ -102,11 +103,15 @@ def append(
     pages: DeviceArray, slots: Any, new: dict[str, Any], rope: Rope | None = None, positions: Any = None
 ) -> None:
     """Write new keys and values (``new``, by name) into their slots of a pool."""
-    places = _slots(pages, slots, "slots")
-    for half, (name, array) in zip(halves(pages), new.items(), strict=True):
-        source = tokens(array, name, pages.device, half, len(places))
-        turned = rope if name == "k" else None
-        move(source, half, np.arange(len(places)), places, turned, positions)
+    check_pool(pages.shape)
+    places = check_slots(slots, _end(pages), "slots", distinct=True)
+    targets = halves(pages)
+    sources = [
+        tokens(array, name, pages.device, half, len(places))
+        for half, (name, array) in zip(targets, new.items(), strict=True)
+    ]
+    for source, target, turned in zip(sources, targets, (rope, None), strict=False):
+        move(source, target, np.arange(len(places)), places, turned, positions)
 
 
 def rotate(x: DeviceArray, rope: Rope, positions: Any, seq_len: int | None = None) -> DeviceArray:
@@ -117,28 +122,25 @@ def rotate(x: DeviceArray, rope: Rope, positions: Any, seq_len: int | None = Non
     ShapeError
         Not such rows, or another number of positions.
     """
-    places = np.asarray(positions)
-    if x.ndim != 3 or places.shape != x.shape[:1]:
-        raise ShapeError(
-            f"x: expected [n, heads, d] and a position a row, got {list(x.shape)} and {list(places.shape)} positions"
-        )
-    turned, order = x.device.empty(x.shape, x.dtype), np.arange(len(places))
-    move(_tokens(view(x, "x")), _tokens(view(turned, "x")), order, order, rope, places, seq_len)
+    if x.ndim != 3:
+        raise ShapeError(f"x: expected [n, heads, d], got {list(x.shape)}; reshape it")
+    turned, order = x.device.empty(x.shape, x.dtype), np.arange(len(x))
+    move(_tokens(view(x, "x")), _tokens(view(turned, "x")), order, order, rope, positions, seq_len)
     return turned
 
 
 def compact(pages: DeviceArray, source: Any, target: Any) -> None:
     """Move tokens from slots to slots; all are read before the first is written."""
-    reads, writes = _slots(pages, source, "source"), _slots(pages, target, "target")
-    if len(reads) != len(writes):
-        raise ShapeError(f"target: expected {len(reads)} slots as source has, got {len(writes)}")
+    check_pool(pages.shape)
+    reads, writes = check_moves(source, target, _end(pages))
     for half, held in zip(halves(pages), gather(pages, reads), strict=True):
         move(tokens(held, "pages", pages.device, half, len(reads)), half, np.arange(len(reads)), writes)
 
 
 def gather(pages: DeviceArray, slots: Any) -> list[DeviceArray]:
     """Read tokens back: ``[n, heads, d]`` for keys and values each, or ``[n, d]`` of a latent pool."""
-    places = _slots(pages, slots, "slots")
+    check_pool(pages.shape)
+    places = check_slots(slots, _end(pages), "slots")
     found = []
     for half in halves(pages):
         d = pages.shape[-1]
@@ -153,6 +155,9 @@ def merge(states: list[tuple[DeviceArray, DeviceArray]]) -> tuple[DeviceArray, D
     """Merge states ``(out, lse)`` of one shape on one device, in their order."""
     (out, lse), *others = states
     device, d = out.device, out.shape[-1]
+    check_dtype(out.dtype, "out 0")
+    if lse.dtype != "float32":
+        raise DTypeError(f"lse 0: expected float32 on a device, got {lse.dtype}; convert it first")
     _check_writable(device, out.dtype, out.size)
     program = gpu_program(device, "merge_states", out.dtype, d)
     blocks = -(-out.size // THREADS)
@@ -181,15 +186,40 @@ def _device_of(rows: Rows) -> Device:
     return rows.array.device
 
 
-def _slots(pages: DeviceArray, values: Any, name: str) -> Any:
-    slots, end = np.asarray(values), pages.shape[0] * pages.shape[-2]
+def _end(pages: DeviceArray) -> int:
+    """Return the number of slots of a pool."""
+    return pages.shape[0] * pages.shape[-2]
+
+
+def check_pool(shape: tuple[int, ...]) -> None:
+    """Check the shape of a pool."""
+    if not (len(shape) == 3 or (len(shape) == 5 and shape[1] == 2)) or 0 in shape[1:]:
+        raise ShapeError(
+            "pages: expected [num_pages, 2, kv_heads, page_size, d] or [num_pages, page_size, d], "
+            f"got shape {list(shape)}"
+        )
+
+
+def check_slots(values: Any, end: int, name: str, *, distinct: bool = False) -> NDArray[Any]:
+    """Return slots as an array of integers below ``end``; ``distinct`` where they are written to."""
+    slots = to_numpy(values, name)
     if slots.ndim != 1 or (slots.dtype.kind not in "iu" and slots.size):
         raise ShapeError(f"{name}: expected integers [n], got {slots.dtype} {list(slots.shape)}")
     outside = (slots < 0) | (slots >= end)
     if outside.any():
         at = int(outside.argmax())
         raise IndexRangeError(f"{name}: expected slots in [0, {end}), got {slots[at]} at index {at}")
+    if distinct and len(found := np.sort(slots)) and (again := found[1:] == found[:-1]).any():
+        raise IndexRangeError(f"{name}: expected no slot twice, got {found[int(again.argmax())]} twice or more")
     return slots
+
+
+def check_moves(source: Any, target: Any, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the slots that tokens move from and to, checked."""
+    reads, writes = check_slots(source, end, "source"), check_slots(target, end, "target", distinct=True)
+    if len(reads) != len(writes):
+        raise ShapeError(f"target: expected {len(reads)} slots as source has, got {len(writes)}")
+    return reads, writes
 
 
 def _check_writable(device: Device, dtype: str, count: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import as_kind, check_dtype, empty_like_kind, indices, to_numpy
+from .arrays import IntArray, as_kind, check_dtype, empty_like_kind, indices, to_numpy
 from .checks import integer, number, positive
 from .devices import DeviceArray
 from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
@@ -264,10 +264,7 @@ class Rope:
 
         Both are multiplied by `attention_factor`.
         """
-        where = indices(positions, "positions")
-        if where.size and where.min() < 0:
-            at = int(np.argmin(where))
-            raise IndexRangeError(f"positions: expected 0 or more, got {where[at]} at index {at}; count from 0")
+        where = check_positions(positions)
         cos, sin = _turn(self, where, d, seq_len)
         factor = self.attention_factor
         return (factor * cos).astype(np.float32), (factor * sin).astype(np.float32)
@@ -326,9 +323,7 @@ class Rope:
         if source.ndim != 3:
             raise ShapeError(f"x: expected shape [n, heads, d], got {list(source.shape)}; reshape it")
         n, _, d = source.shape
-        cos, sin = (part[:, None] for part in self.cos_sin(positions, d, seq_len))
-        if len(cos) != n:
-            raise ShapeError(f"positions: expected shape [{n}] (one a row of x), got [{len(cos)}]")
+        cos, sin = (part[:, None] for part in self.cos_sin(check_positions(positions, n), d, seq_len))
         turned = source.astype(np.float32)
         with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are data, not mistakes
             turn_pairs(turned, cos, sin, self.pairs(d))
@@ -438,6 +433,17 @@ def _positives(values: Any, name: str) -> tuple[float, ...]:
     except TypeError:
         raise DTypeError(f"{name}: expected a list of numbers, got {values!r:.60}") from None
     return tuple(positive(value, f"{name}[{index}]") for index, value in enumerate(items))
+
+
+def check_positions(positions: Any, count: int | None = None) -> IntArray:
+    """Return positions as int32 ``[count]``, checked."""
+    where = indices(positions, "positions")
+    if count is not None and len(where) != count:
+        raise ShapeError(f"positions: expected shape [{count}] (one a row), got [{len(where)}]")
+    if where.size and where.min() < 0:
+        at = int(np.argmin(where))
+        raise IndexRangeError(f"positions: expected 0 or more, got {where[at]} at index {at}; count from 0")
+    return where
 
 
 def _even(value: Any, name: str) -> int:

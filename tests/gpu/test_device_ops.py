@@ -10,7 +10,7 @@ from helpers import rng
 import treeattn as ta
 from treeattn import cache_ops, reference
 from treeattn.arrays import numpy_dtype
-from treeattn.errors import IndexRangeError, ShapeError, UnsupportedError
+from treeattn.errors import DTypeError, IndexRangeError, ShapeError, TreeAttnError, UnsupportedError
 
 SLOTS = np.array([7, 0, 19, 3, 12])
 ROPE = ta.Rope(theta=1e4, style="gptj", rotary_dim=4)
@@ -71,8 +71,9 @@ def test_rotation(target, rope):
     x, positions = rng().standard_normal((5, 3, 6), np.float32), np.array([0, 1, 1023, 1024, 70000])
     turned = rope.rotate(ta.device(target).upload(x), positions)
     assert np.allclose(turned.numpy(), rope.rotate(x, positions), rtol=0, atol=2e-6)
-    with pytest.raises(ShapeError, match="a position a row"):
-        rope.rotate(ta.device(target).upload(x), positions[1:])
+    for bad, error in ((positions[1:], ShapeError), (-positions, IndexRangeError), (positions / 2, DTypeError)):
+        with pytest.raises(error, match=r"^positions: expected"):
+            rope.rotate(ta.device(target).upload(x), bad)
 
 
 @KINDS
@@ -90,7 +91,18 @@ def test_compact_and_copy_page(kind, target):
 
 @each_target
 def test_bad_slots_are_refused(target):
-    pages = ta.device(target).upload(pool("paged"))
+    pages, (k, v) = ta.device(target).upload(pool("paged")), rows("paged")
+    with pytest.raises(ShapeError, match="v: expected shape"):
+        cache_ops.append(pages, SLOTS, k, v[:3])
+    with pytest.raises(IndexRangeError, match="slots: expected no slot twice, got 4"):
+        cache_ops.append(pages, [4, 4], k[:2], v[:2])
+    with pytest.raises(IndexRangeError, match="target: expected no slot twice, got 4"):
+        cache_ops.compact(pages, [0, 1], [4, 4])
+    for positions in (None, [1], [-1] * len(SLOTS)):
+        with pytest.raises(TreeAttnError, match="positions: expected"):
+            cache_ops.append(pages, SLOTS, k, v, rope=ROPE, positions=positions)
+    with pytest.raises(ShapeError, match="pages: expected"):
+        cache_ops.gather(pages[0], [0])
     with pytest.raises(IndexRangeError, match=r"slots: expected slots in \[0, 20\), got 20 at index 1"):
         cache_ops.append(pages, [0, 20], *(part[:2] for part in rows("paged")))
     with pytest.raises(ShapeError, match="k: expected shape"):
@@ -117,6 +129,9 @@ def test_merge(target):
     assert np.allclose(out.numpy(), want_out, rtol=1e-5, atol=1e-6)
     assert np.allclose(lse.numpy(), want_lse, rtol=1e-6, atol=1e-5)
     assert np.array_equal(out.numpy()[0], np.zeros((3, 5)))
+    halves = [array.astype(np.float16) for array in lses]
+    with pytest.raises(DTypeError, match="lse 0: expected float32"):
+        ta.merge(*map(device.upload, [outs[0], halves[0], outs[1], halves[1]]))
 
 
 @each_target

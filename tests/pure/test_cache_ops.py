@@ -120,6 +120,7 @@ def test_nothing_to_move():
     cache_ops.compact(pages, [], [])
     assert cache_ops.gather(pages, [])[0].shape == (0, 3, 6)
     assert np.array_equal(pages, before)
+    assert cache_ops.gather(np.zeros((0, 2, 3, 4, 6), "f4"), [])[1].shape == (0, 3, 6)
 
 
 def test_what_is_refused_writes_nothing():
@@ -148,6 +149,11 @@ def test_what_is_refused_writes_nothing():
         (index, "target: .* got 20", lambda: cache_ops.compact(pages, [0], [20])),
         (shape, "target: expected 2", lambda: cache_ops.compact(pages, [0, 1], [2])),
         (index, "slots", lambda: cache_ops.gather(pages, [99])),
+        (index, "slots: expected no slot twice, got 7", lambda: append(pages, [7, 0, 7, 3, 12], k, v)),
+        (index, "target: expected no slot twice, got 2", lambda: cache_ops.compact(pages, [0, 1], [2, 2])),
+        (dtype, "^k: expected", lambda: append(pages, SLOTS, k.astype(int), v, rope=ta.Rope(), positions=SLOTS)),
+        (shape, "positions: expected", lambda: append(pages, SLOTS, k, v, rope=ta.Rope(), positions=[1])),
+        (index, "positions: expected", lambda: append(pages, SLOTS, k, v, rope=ta.Rope(), positions=-SLOTS)),
     ]
     before = pages.copy()
     for kind, message, call in refused:
