@@ -7,10 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from treeattn.errors import ShapeError
+from treeattn.cache.manager import PagedKVCache
+from treeattn.errors import CacheFullError, ShapeError, TreeAttnError
 from treeattn.speculate.budget import KNOTS, Proposal, StepCost, choose
-from treeattn.speculate.draft import NgramDrafter, most_likely
+from treeattn.speculate.draft import ModelDrafter, NgramDrafter, most_likely
 from treeattn.speculate.shape import best_shape, expected_accepted
+from treeattn.tree import TokenTree
 
 FREE = StepCost(per_token=0.0, learns=False)
 
@@ -100,10 +102,111 @@ def test_sequences_do_not_disturb_each_other():
     assert both.propose([5])[0].parents == alone.propose([5])[0].parents
 
 
-@pytest.mark.parametrize("options", [{"most": 0}, {"depth": 0}])
-def test_bad_limits_are_refused(options):
-    with pytest.raises(ShapeError, match="most, depth"):
-        NgramDrafter(**options)
+@pytest.mark.parametrize("value", [0, -1, 1.5, None, "3", True, float("nan")])
+@pytest.mark.parametrize("name", ["most", "depth", "width", "budget"])
+def test_bad_limits_are_refused(name, value):
+    makers = {"width": lambda: model_drafter(width=value), "budget": lambda: best_shape([[0.5]], value)}
+    with pytest.raises(TreeAttnError, match=rf"^{name}: expected "):
+        makers.get(name, lambda: NgramDrafter(**{name: value}))()
+
+
+class Sure:
+    """A draft model of four tokens that always says the same."""
+
+    vocab_size = 4
+
+    def __init__(self, logits=(3.0, 2.0, 1.0, 0.0)):
+        self.logits = np.array(logits, np.float32)
+
+    def new_cache(self, num_pages):
+        return PagedKVCache(1, 1, 8, num_pages, 16, "float32")
+
+    def forward(self, step, tokens, rows=None):
+        return np.tile(self.logits, (len(tokens if rows is None else rows), 1))
+
+
+def model_drafter(num_pages=8, logits=(3.0, 2.0, 1.0, 0.0), **options):
+    return ModelDrafter(Sure(logits), num_pages, **options)
+
+
+@pytest.mark.parametrize("make", [NgramDrafter, model_drafter])
+def test_drafters_refuse_what_they_cannot_follow(make):
+    drafter = make()
+    drafter.add(1, [1, 2, 1, 2])
+    kept = drafter.propose([1])[0]
+    refused = [
+        lambda: drafter.add(1, [3]),
+        *(lambda call=call: call(7) for call in (drafter.remove, lambda seq: drafter.propose([seq]))),
+        lambda: drafter.extend(7, [1]),
+        *(lambda bad=bad: drafter.add(2, bad) for bad in (None, 5, [1.5], [None], ["a"], [[1]], [2**40])),
+        *(lambda bad=bad: drafter.extend(1, bad) for bad in (None, [0.5], "ab", [[1, 2]])),
+    ]
+    for call in refused:
+        with pytest.raises(TreeAttnError, match=r"^(seq|tokens): "):
+            call()
+    drafter.add(3, [])
+    with pytest.raises(ShapeError, match=r"^seqs: expected new tokens of each sequence, got none of 3"):
+        drafter.propose([3])
+    drafter.extend(1, np.array([1, 2]))
+    tokens = drafter.propose([1])[0].tokens
+    assert tokens[: len(kept.tokens)] == kept.tokens
+    assert {type(token) for token in tokens} == {int}
+
+
+def test_a_model_drafter_with_little_room_grows_smaller_trees():
+    drafter = model_drafter(num_pages=2)
+    drafter.add(1, [1] * 31)
+    assert len(drafter.propose([1])[0].tokens) == 1 + 4  # the second level found no page
+    drafter.add(2, [1])
+    with pytest.raises(CacheFullError):
+        drafter.propose([2])
+    drafter.remove(1)
+    assert len(drafter.propose([2])[0].tokens) > 1 + 4
+    drafter.remove(2)
+    assert drafter._cache.used_pages == 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_draft_model_without_probabilities_is_found_out(bad):
+    drafter = model_drafter(logits=(0.0, bad, 1.0, 2.0))
+    drafter.add(1, [1, 2])
+    with pytest.raises(ShapeError, match=r"^logits: expected numbers, the largest finite"):
+        drafter.propose([1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "chances"),
+    [
+        ([1, 2], [-1, 0], [1.0, np.nan]),
+        ([1, 2, 3], [-1, 0, 1], [1.0, 0.1, 0.9]),
+        ([1, 2], [-1, 0], [1.0, -0.1]),
+        ([1, 2, 3], [-1, 2, 0], [1.0, 0.5, 0.5]),
+        ([1, 2], [-1, -1], [1.0, 0.5]),
+        ([1, 2], [-1], [1.0, 0.5]),
+        ([1], [-1], [0.5]),
+        ([], [], []),
+    ],
+    ids=range(8),
+)
+def test_proposals_of_other_drafters_are_checked(tokens, parents, chances):
+    with pytest.raises(ShapeError, match=r"^proposals: expected "):
+        choose([Proposal.root(5), Proposal(tokens, parents, chances)], StepCost(1e-9))
+
+
+def test_bad_costs_are_refused():
+    for call in (
+        *(lambda bad=bad: StepCost(bad) for bad in (-1, np.nan, None, "1")),
+        *(lambda bad=bad: StepCost().record(4, bad) for bad in (-1.0, np.nan, np.inf, None)),
+        *(lambda bad=bad: StepCost().record(bad, 0.1) for bad in (-1, 1.5, None)),
+        *(lambda bad=bad: choose([], StepCost(), bad) for bad in (-1, 1.5, None)),
+    ):
+        with pytest.raises(TreeAttnError, match=r"^(per_token|seconds|tokens|most): expected "):
+            call()
+    cost = StepCost()
+    before = cost([1, 64])
+    cost.record(4, 0.0)
+    cost.record(0, 1.0)
+    assert np.array_equal(cost([1, 64]), before)
 
 
 def test_most_likely_is_the_top_of_a_softmax():
@@ -237,8 +340,26 @@ def test_a_drafter_that_is_always_right_gets_a_chain():
 
 @pytest.mark.parametrize(
     ("rates", "budget", "named"),
-    [([[0.5]], 0, "budget"), ([0.5], 2, "acceptance"), ([[1.5]], 2, "acceptance"), ([[0.7, 0.7]], 2, "sum")],
+    [
+        ([[0.5]], 0, "budget"),
+        ([0.5], 2, "acceptance"),
+        ([[1.5]], 2, "acceptance"),
+        ([[0.7, 0.7]], 2, "sum"),
+        ([[0.5], [0.1, 0.2]], 2, "acceptance"),
+        ([["a"]], 2, "acceptance"),
+        (None, 2, "acceptance"),
+        ([[np.nan]], 2, "acceptance"),
+    ],
 )
 def test_bad_rates_are_refused(rates, budget, named):
-    with pytest.raises(ShapeError, match=named):
+    with pytest.raises(TreeAttnError, match=named):
         best_shape(rates, budget)
+
+
+def test_expectation_of_any_node_order_and_of_forests():
+    rates = [[0.5, 0.25], [0.5, 0.1]]
+    assert expected_accepted(TokenTree([2, 0, -1], [1, 0, None]), rates) == 0.25 + 0.25 * 0.5
+    assert expected_accepted(TokenTree([-1, -1, 0], [None, None, 0]), rates) == 0.5
+    for tree in ([-1], TokenTree.from_parents([-1, 0]), TokenTree([-1, 0], [None, 2]), best_shape([[0.9]] * 3, 4)):
+        with pytest.raises(TreeAttnError, match=r"^(tree|label of node 1): expected "):
+            expected_accepted(tree, rates)

@@ -99,6 +99,12 @@ def test_ngram_drafts_change_no_token(models, kind, batched):
     assert accepted > 10  # otherwise nothing was tried
 
 
+def test_a_draft_model_of_another_vocabulary_is_refused(models, tmp_path):
+    draft = load_model(tiny_model.write(tmp_path / "draft", "llama", vocab_size=300))[0]
+    with pytest.raises(ShapeError, match="drafter: expected a model with the same tokenizer"):
+        Generator(models["llama"], drafter=ModelDrafter(draft, 8))
+
+
 def test_model_drafts_change_no_token(folders, models, tmp_path):
     model, draft = models["llama"], load_model(tiny_model.write(tmp_path / "draft", "llama", seed=0))[0]
     plain = [decode(model, [prompt])[0][0] for prompt in PROMPTS]
@@ -162,6 +168,27 @@ def test_requests_wait_for_room(models):
     plain = [decode(models["llama"], [prompt])[0][0] for prompt in PROMPTS]
     tokens, _ = decode(models["llama"], PROMPTS, capacity=240)  # room for one and a half
     assert tokens == plain
+
+
+def test_a_step_that_fails_can_be_made_again(models, monkeypatch):
+    prompt = PROMPTS[3]
+    ((whole,), _) = decode(models["llama"], [prompt])
+    generator = Generator(models["llama"], 256, drafter=NgramDrafter())
+    request = generator.submit(prompt, len(whole))
+    forward = models["llama"].forward
+    for fails in (True, False, True, True, False):
+        monkeypatch.setattr(models["llama"], "forward", no_memory if fails else forward)
+        if fails:
+            with pytest.raises(MemoryError):
+                generator.step()
+        else:
+            generator.step()
+    generator.run()
+    assert request.tokens == whole
+
+
+def no_memory(*_):
+    raise MemoryError
 
 
 def test_generation_ends_at_a_stop_token_and_at_the_limit(models):

@@ -83,7 +83,7 @@ def _generate(quiet: bool) -> dict[str, Any]:
         return {"left_out": str(error)}
     tokens = tokenizer.encode(tokenizer.chat(PROMPT))
     runs = {
-        name: stream(model, tokenizer, tokens, make_drafter(name, model, tokens, TOKENS), TOKENS, Sampling(), silent)
+        name: stream(model, tokenizer, tokens, make_drafter(name, tokens, TOKENS), TOKENS, Sampling(), silent)
         for name, silent in (("none", True), ("ngram", quiet))
     }
     (plain, plain_stats, _), (drafted, stats, _) = runs["none"], runs["ngram"]

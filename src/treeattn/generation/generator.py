@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import indices
 from ..cache.manager import PagedKVCache
 from ..checks import integer
 from ..errors import DTypeError, IndexRangeError, ShapeError
 from ..models.network import Model
 from ..speculate.budget import Proposal, StepCost, choose
-from ..speculate.draft import Drafter
+from ..speculate.draft import Drafter, token_list
 from ..speculate.verify import Accepted, verify_greedy, verify_sampling
 from .sampling import Sampling
 from .stats import Stats
@@ -90,6 +89,11 @@ class Generator:
         Most draft tokens in a step, of all sequences together.
     page_size, cache_dtype : int, str
         Of the cache; half precision halves its memory, and drafts still change no token.
+
+    Raises
+    ------
+    TreeAttnError
+        A bad size, or a drafter whose vocabulary is another.
     """
 
     def __init__(
@@ -105,6 +109,11 @@ class Generator:
     ) -> None:
         self._model, self._drafter, self._most = model, drafter, integer(most_drafts, "most_drafts", 0)
         capacity, page_size = integer(capacity, "capacity"), integer(page_size, "page_size")
+        vocab = getattr(drafter, "vocab_size", None)
+        if vocab not in (None, model.vocab_size):
+            raise ShapeError(
+                f"drafter: expected a model with the same tokenizer, of {model.vocab_size} tokens, got one of {vocab}"
+            )
         self._cost = cost or StepCost()
         self._page_size, self._num_pages = page_size, -(-capacity // page_size)
         model.warm_up(cache_dtype)
@@ -135,7 +144,7 @@ class Generator:
         IndexRangeError
             A token outside the vocabulary.
         """
-        tokens, stops = _tokens(prompt, "prompt"), frozenset(_tokens(stop_tokens, "stop_tokens"))
+        tokens, stops = token_list(prompt, "prompt"), frozenset(token_list(stop_tokens, "stop_tokens"))
         if not tokens:
             raise ShapeError("prompt: expected one token or more, got none; begin with the model's first token")
         max_tokens = integer(max_tokens, "max_tokens")
@@ -188,7 +197,12 @@ class Generator:
         prompts = self._prompt_parts()
         roots = {seq: self._last(seq) for seq in self._running if self._is_ready(seq, prompts)}
         drafts = self._draft([seq for seq in roots if seq not in prompts], start)
-        accepted = self._verify(prompts, roots, drafts)
+        try:
+            accepted = self._verify(prompts, roots, drafts)
+        except BaseException:  # back to what was committed, so that another step may follow
+            for seq in self._running:
+                self._cache.truncate(seq, self._cache.length(seq))
+            raise
         new = self._hand_out(accepted)
         seconds = time.perf_counter() - start
         if not prompts:
@@ -291,12 +305,3 @@ class Generator:
         self._cache.remove(seq)
         if self._drafter:
             self._drafter.remove(seq)
-
-
-def _tokens(values: Iterable[int], name: str) -> list[int]:
-    try:
-        listed = list(values)
-    except TypeError:
-        raise DTypeError(f"{name}: expected a list of tokens, got {type(values).__name__}") from None
-    tokens: list[int] = indices(listed, name).tolist()
-    return tokens

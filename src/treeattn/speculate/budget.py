@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..checks import integer, number
 from ..errors import ShapeError
 from ..tree import TokenTree
 
@@ -51,6 +52,23 @@ class Proposal:
         """The tree of `parents`."""
         return TokenTree.from_parents(self.parents)
 
+    def check(self) -> None:
+        """Check what a drafter made.
+
+        Raises
+        ------
+        ShapeError
+            Lists of different lengths, a parent that does not come first, or a chance that exceeds it.
+        """
+        chances, parents = np.array(self.chances, np.float64), np.array(self.parents)
+        fine = 0 < len(self.tokens) == len(chances) == len(parents) and (chances[0], parents[0]) == (1, -1)
+        fine = fine and bool(((parents[1:] >= 0) & (parents[1:] < np.arange(1, len(parents)))).all())
+        if not fine or not ((chances[1:] >= 0) & (chances[1:] <= chances[parents[1:]])).all():
+            raise ShapeError(
+                "proposals: expected a token, a parent before it and a chance up to the parent's of every node, node 0 "
+                f"with parent -1 and chance 1, got {self!r:.200}"
+            )
+
     def keep(self, nodes: Sequence[int]) -> Proposal:
         """Return the proposal with these nodes only: rising, node 0 and every parent among them."""
         place = {node: index for index, node in enumerate(nodes)} | {-1: -1}
@@ -73,7 +91,7 @@ class StepCost:
     """
 
     def __init__(self, per_token: float = PRIOR_PER_TOKEN, learns: bool = True) -> None:
-        if not per_token >= 0:
+        if number(per_token, "per_token") < 0:
             raise ShapeError(f"per_token: expected 0 or more, got {per_token}")
         self._learns = learns
         self._prior = 1 + per_token * (KNOTS - 1)
@@ -85,8 +103,13 @@ class StepCost:
         return curve
 
     def record(self, tokens: int, seconds: float) -> None:
-        """Learn from a step; one that took far longer than expected counts as a pause, and only in part."""
-        if not self._learns or tokens < 1:
+        """Learn from a step; one that took far longer than expected counts as a pause, and only in part.
+
+        One without tokens, or too short for the clock, teaches nothing.
+        """
+        if number(seconds, "seconds") < 0:
+            raise ShapeError(f"seconds: expected 0 or more, got {seconds}")
+        if integer(tokens, "tokens", 0) == 0 or seconds == 0 or not self._learns:
             return
         nearest = int(np.abs(KNOTS - tokens).argmin())
         prior = float(np.interp(tokens, KNOTS, self._prior))
@@ -130,7 +153,15 @@ def choose(proposals: Sequence[Proposal], cost: StepCost, most: int = 64) -> lis
     -------
     list of Proposal
         In the same order; with node 0 alone where drafting does not pay.
+
+    Raises
+    ------
+    ShapeError
+        A proposal that is not as `Proposal` says.
     """
+    most = integer(most, "most", 0)
+    for proposal in proposals:
+        proposal.check()
     chances = np.array([chance for proposal in proposals for chance in proposal.chances[1:]])
     owner = np.repeat(np.arange(len(proposals)), [len(proposal.tokens) - 1 for proposal in proposals])
     node = np.concatenate([np.arange(1, len(proposal.tokens)) for proposal in proposals] or [np.zeros(0, int)])

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ShapeError
+from ..arrays import indices
+from ..checks import integer
+from ..errors import CacheFullError, DTypeError, IndexRangeError, ShapeError
 from ..tree import TokenTree
 from .budget import Proposal
 
@@ -62,30 +64,28 @@ class NgramDrafter:
     """
 
     def __init__(self, most: int = 64, depth: int = 16) -> None:
-        if most < 1 or depth < 1:
-            raise ShapeError(f"most, depth: expected 1 or more, got {most} and {depth}")
-        self._most, self._depth = most, depth
-        self._texts: dict[int, _Text] = {}
+        self._most, self._depth = integer(most, "most"), integer(depth, "depth")
+        self._texts: _Followed[_Text] = _Followed()
 
     def add(self, seq: int, tokens: Sequence[int]) -> None:
-        text = self._texts[seq] = _Text()
-        for token in tokens:
+        text = self._texts.begin(seq, _Text())
+        for token in token_list(tokens, "tokens"):
             text.append(token)
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
         text = self._texts[seq]
-        for token in tokens:
+        for token in token_list(tokens, "tokens"):
             text.learn(token)
             text.append(token)
 
     def propose(self, seqs: Sequence[int]) -> list[Proposal]:
-        return [self._propose(self._texts[seq]) for seq in seqs]
+        return [self._propose(self._texts[seq], _last(self._texts[seq].tokens, seq)) for seq in seqs]
 
     def remove(self, seq: int) -> None:
-        del self._texts[seq]
+        self._texts.end(seq)
 
-    def _propose(self, text: _Text) -> Proposal:
-        proposal = Proposal.root(text.tokens[-1])
+    def _propose(self, text: _Text, last: int) -> Proposal:
+        proposal = Proposal.root(last)
         order = itertools.count()  # between equal chances the first found comes first
         heap: list[tuple[float, int, int, int, int, list[_Match]]] = []
 
@@ -104,6 +104,43 @@ class NgramDrafter:
             if depth < self._depth:
                 push(len(proposal.tokens) - 1, depth + 1, following)
         return proposal
+
+
+State = TypeVar("State")
+
+
+class _Followed(dict[int, State]):
+    """What a drafter knows of each sequence it follows."""
+
+    def __missing__(self, seq: int) -> State:
+        raise IndexRangeError(f"seq: expected a sequence that is followed, got {seq!r:.60}; add it first")
+
+    def begin(self, seq: int, state: State) -> State:
+        if seq in self:
+            raise IndexRangeError(f"seq: expected a new sequence, got {seq!r:.60}, which is followed; remove it first")
+        self[seq] = state
+        return state
+
+    def end(self, seq: int) -> State:
+        state = self[seq]
+        del self[seq]
+        return state
+
+
+def token_list(values: Iterable[int], name: str) -> list[int]:
+    """Return tokens of any kind of list as ints, checked."""
+    try:
+        listed = values if hasattr(values, "dtype") else list(values)
+    except TypeError:
+        raise DTypeError(f"{name}: expected a list of tokens, got {type(values).__name__}") from None
+    tokens: list[int] = indices(listed, name).tolist()
+    return tokens
+
+
+def _last(tokens: Sequence[int], seq: int) -> int:
+    if not tokens:
+        raise ShapeError(f"seqs: expected new tokens of each sequence, got none of {seq}; extend it first")
+    return tokens[-1]
 
 
 _Match = tuple[int, int]
@@ -203,38 +240,46 @@ class ModelDrafter:
     """
 
     def __init__(self, model: Any, num_pages: int, width: int = 4, depth: int = 6) -> None:
-        if width < 1 or depth < 1:
-            raise ShapeError(f"width, depth: expected 1 or more, got {width} and {depth}")
-        self._model, self._width, self._depth = model, width, depth
-        self._cache = model.new_cache(num_pages)
+        self._width, self._depth = integer(width, "width"), integer(depth, "depth")
+        self._model, self._cache = model, model.new_cache(num_pages)
+        self.vocab_size: int | None = getattr(model, "vocab_size", None)
         self._own: dict[int, int] = {}
-        self._new: dict[int, list[int]] = {}
+        self._new: _Followed[list[int]] = _Followed()
 
     def add(self, seq: int, tokens: Sequence[int]) -> None:
-        self._own[seq], self._new[seq] = self._cache.add(), list(tokens)
+        self._new.begin(seq, token_list(tokens, "tokens"))
+        self._own[seq] = self._cache.add()
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        self._new[seq].extend(tokens)
+        self._new[seq].extend(token_list(tokens, "tokens"))
 
     def remove(self, seq: int) -> None:
+        self._new.end(seq)
         self._cache.remove(self._own.pop(seq))
-        del self._new[seq]
 
     def propose(self, seqs: Sequence[int]) -> list[Proposal]:
-        grown = [_Growing(self._new[seq][-1]) for seq in seqs]
-        self._first_level(seqs, grown)
+        grown = [_Growing(_last(self._new[seq], seq)) for seq in seqs]
+        try:
+            self._first_level(seqs, grown)
+            self._grow_levels(seqs, grown)
+        finally:
+            for seq in seqs:
+                self._cache.truncate(self._own[seq], self._cache.length(self._own[seq]))
+        return [tree.proposal for tree in grown]
+
+    def _grow_levels(self, seqs: Sequence[int], grown: list[_Growing]) -> None:
         for _ in range(self._depth - 1):
             for tree in grown:
                 tree.pick(self._width)
             growing = {self._own[seq]: tree for seq, tree in zip(seqs, grown, strict=True) if tree.picked}
             if not growing:
-                break
-            step = self._cache.begin({own: tree.forest() for own, tree in growing.items()})
+                return
+            try:
+                step = self._cache.begin({own: tree.forest() for own, tree in growing.items()})
+            except CacheFullError:  # smaller trees, then
+                return
             tokens = [tree.proposal.tokens[node] for tree in growing.values() for node in tree.picked]
             self._grow(list(growing.values()), self._model.forward(step, np.array(tokens, np.int32)))
-        for seq in seqs:
-            self._cache.truncate(self._own[seq], self._cache.length(self._own[seq]))
-        return [tree.proposal for tree in grown]
 
     def _first_level(self, seqs: Sequence[int], grown: list[_Growing]) -> None:
         """Bring the draft's cache up to date; the logits after the last token give the first level."""
@@ -289,12 +334,21 @@ class _Growing:
 
 
 def most_likely(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """Return the ``count`` likeliest tokens of each row, best first, and their probabilities: ``[n, count]`` each."""
+    """Return the ``count`` likeliest tokens of each row, best first, and their probabilities: ``[n, count]`` each.
+
+    Raises
+    ------
+    ShapeError
+        A row with NaN, or without a largest finite logit.
+    """
     count = min(count, logits.shape[1])
+    highest = logits.max(axis=1, keepdims=True).astype(np.float64)
+    if not np.isfinite(highest).all():
+        row = int(np.argmin(np.isfinite(highest)))
+        raise ShapeError(f"logits: expected numbers, the largest finite, got {highest[row, 0]} in row {row} of a draft")
     top = np.sort(np.argpartition(-logits, count - 1, axis=1)[:, :count], axis=1)  # equal ones by number
     values = np.take_along_axis(logits, top, axis=1).astype(np.float64)
     order = np.argsort(-values, axis=1, kind="stable")
-    highest = logits.max(axis=1, keepdims=True).astype(np.float64)
     total = np.exp(logits - highest).sum(axis=1, keepdims=True)
     chances = np.exp(np.take_along_axis(values, order, axis=1) - highest) / total
     return np.take_along_axis(top, order, axis=1), chances

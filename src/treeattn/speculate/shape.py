@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import ShapeError
+from ..arrays import to_numpy
+from ..checks import integer
+from ..errors import DTypeError, IndexRangeError, ShapeError
 from ..tree import TokenTree
 
 
@@ -37,8 +38,10 @@ def best_shape(acceptance: ArrayLike, budget: int) -> TokenTree:
 
     Raises
     ------
-    ShapeError
-        Rates that are no probabilities, or a budget below 1.
+    ShapeError, DTypeError
+        Rates that are no probabilities.
+    IndexRangeError
+        A budget below 1.
 
     Examples
     --------
@@ -46,8 +49,7 @@ def best_shape(acceptance: ArrayLike, budget: int) -> TokenTree:
     [-1, 0, 1, 0]
     """
     rates = _check_rates(acceptance)
-    if budget < 1:
-        raise ShapeError(f"budget: expected 1 node or more, got {budget}; the root counts")
+    budget = integer(budget, "budget")
     parents: list[int] = [-1]
     ranks: list[int | None] = [None]
     heap: list[tuple[float, int, int, int]] = []  # -chance, parent, depth, rank
@@ -68,17 +70,32 @@ def best_shape(acceptance: ArrayLike, budget: int) -> TokenTree:
 
 
 def expected_accepted(tree: TokenTree, acceptance: ArrayLike) -> float:
-    """Return the accepted tokens to be expected of a tree whose labels are ranks, the root not counted."""
+    """Return the accepted tokens to be expected of a tree whose labels are ranks, the root not counted.
+
+    Raises
+    ------
+    TreeAttnError
+        Rates that are no probabilities, or a tree whose labels are no ranks among them.
+    """
     rates = _check_rates(acceptance)
-    chances: list[float] = []
-    for node, parent in enumerate(tree.parents.tolist()):
-        rank: Any = tree.labels[node] if tree.labels else None
-        chances.append(1.0 if parent < 0 else chances[parent] * float(rates[tree.depth[node] - 1, rank]))
-    return sum(chances) - 1
+    if not isinstance(tree, TokenTree) or not (tree.labels or tree.num_nodes == 0):
+        raise DTypeError(f"tree: expected a TokenTree with ranks as labels, as best_shape makes them, got {tree!r:.60}")
+    most = len(rates)
+    if int(tree.depth.max(initial=0)) > most:
+        raise IndexRangeError(f"tree: expected {most} levels below the root as acceptance has, got {tree.depth.max()}")
+    chances = np.ones(tree.num_nodes)
+    below = np.flatnonzero(tree.parents >= 0)
+    for node in below[np.argsort(tree.depth[below], kind="stable")].tolist():
+        rank = integer(tree.labels[node], f"label of node {node}", 0, rates.shape[1] - 1)  # type: ignore[index]
+        chances[node] = chances[tree.parents[node]] * rates[tree.depth[node] - 1, rank]
+    return float(chances[below].sum())
 
 
 def _check_rates(acceptance: ArrayLike) -> NDArray[np.float64]:
-    rates: NDArray[np.float64] = np.asarray(acceptance, np.float64)
+    given = to_numpy(acceptance, "acceptance")
+    if given.dtype.kind not in "fiub":
+        raise DTypeError(f"acceptance: expected numbers, got dtype {given.dtype}")
+    rates = given.astype(np.float64)
     if rates.ndim != 2 or not ((rates >= 0) & (rates <= 1)).all():
         raise ShapeError(f"acceptance: expected rates in [0, 1], [depth, rank], got shape {list(rates.shape)}")
     if rates.size and rates.sum(axis=1).max() > 1 + 1e-6:
