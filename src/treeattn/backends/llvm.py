@@ -4,6 +4,9 @@ TVM's pool would take half the processors of an x86 machine; it is told to take 
 unless ``TVM_NUM_THREADS`` says otherwise. Its workers would yield 300,000 times before they sleep, beside whatever
 runs next, and a busy process would hang at its end; two thousand span the gaps between our launches
 (``TVM_THREAD_POOL_SPIN_COUNT``). A kernel from disk needs only TVM's small runtime library, not its compiler.
+
+Each thread that launches a kernel gets workers of its own, which TVM neither ends with the thread nor makes again in a
+forked child. So only the first few threads launch by themselves; others, and children, do through a few that stay.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,30 @@ from ..errors import UnsupportedError
 from ..targets import available_threads
 
 ENTRY = "attention"
+MOST_POOLS = 4
+"""Threads that launch by themselves, and threads that launch for all others."""
+
+_order = itertools.count()
+
+
+class _Thread(threading.local):
+    """Whether the calling thread launches by itself (None before its first launch), and who else does."""
+
+    launches: bool | None = None
+    helpers = ThreadPoolExecutor(MOST_POOLS)
+
+
+_this = _Thread()
+
+
+def _after_fork() -> None:
+    _Thread.helpers = ThreadPoolExecutor(MOST_POOLS)
+    if _this.launches is not None:
+        _this.launches = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class _WithoutTorch:
@@ -78,4 +107,14 @@ def function(module: Any, entry: str = ENTRY) -> Callable[..., None]:
     found: Callable[..., None] | None = module[entry]
     if found is None:
         raise UnsupportedError(f"the module holds no function {entry!r}")
-    return found
+    launch = found
+
+    def call(*args: Any) -> None:
+        if _this.launches is None:
+            _this.launches = next(_order) < MOST_POOLS
+        if _this.launches:
+            launch(*args)
+        else:
+            _this.helpers.submit(launch, *args).result()
+
+    return call
