@@ -30,8 +30,10 @@ def replacing(path: Path) -> Iterator[Path]:
         mode = path.stat().st_mode if path.exists() else 0o666 & ~_umask()
         temporary.chmod(mode & 0o777)
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # which names no file
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         raise
 
 

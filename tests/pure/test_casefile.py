@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import zipfile
@@ -12,6 +13,7 @@ import pytest
 
 from treeattn.casefile import CaseFileError, load_case, save_output
 from treeattn.errors import DTypeError, IndexRangeError, TreeAttnError
+from treeattn.files import replacing
 from treeattn.masks import Causal, Full, Tree
 from treeattn.reference import visible
 from treeattn.storage import PagedKV, RaggedKV
@@ -293,3 +295,13 @@ def test_output_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_output_of_another_ending_is_refused(tmp_path):
     with pytest.raises(CaseFileError, match="ends in"):
         save_output(tmp_path / "out.txt", np.zeros((1, 1, 1), np.float32), np.zeros((1, 1), np.float32))
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    path = tmp_path / "x.npz"
+    path.write_text("before")
+    with pytest.raises(OSError, match=r"No space left on device: .*x\.npz") as caught, replacing(path) as temporary:
+        temporary.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(path)
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("x.npz", "before")]

@@ -144,6 +144,7 @@ def test_drafters_refuse_what_they_cannot_follow(make):
     for call in refused:
         with pytest.raises(TreeAttnError, match=r"^(seq|tokens): "):
             call()
+    drafter.add(2, [7])  # the refused ones left nothing behind
     drafter.add(3, [])
     with pytest.raises(ShapeError, match=r"^seqs: expected new tokens of each sequence, got none of 3"):
         drafter.propose([3])

@@ -68,8 +68,8 @@ class NgramDrafter:
         self._texts: _Followed[_Text] = _Followed()
 
     def add(self, seq: int, tokens: Sequence[int]) -> None:
-        text = self._texts.begin(seq, _Text())
-        for token in token_list(tokens, "tokens"):
+        listed, text = token_list(tokens, "tokens"), self._texts.begin(seq, _Text())
+        for token in listed:
             text.append(token)
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
