@@ -176,8 +176,8 @@ LENGTHS = ((2, 5), (3, 3))
 @pytest.mark.parametrize(
     ("mask", "error", "text"),
     [
-        (lambda: Window(0), IndexRangeError, "Window: expected 1 to 2147483647 tokens, got 0"),
-        (lambda: Window(2**31), IndexRangeError, "Window: expected 1 to 2147483647 tokens, got 2147483648"),
+        (lambda: Window(0), IndexRangeError, "Window: expected 1 to 2147483647, got 0"),
+        (lambda: Window(2**31), IndexRangeError, "Window: expected 1 to 2147483647, got 2147483648"),
         (lambda: Window(4.0), DTypeError, "Window: expected an integer, got 4.0"),
         (lambda: Window(True), DTypeError, "Window: expected an integer, got True"),
         (lambda: Sink(-1), IndexRangeError, "Sink: expected 0 to 2147483647, got -1"),
