@@ -258,5 +258,4 @@ def _borrow(array: Any, name: str) -> View:
 
 
 def _is_torch(array: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
+    return isinstance(array, getattr(sys.modules.get("torch"), "Tensor", ()))  # which may be half imported
