@@ -65,16 +65,9 @@ def append(
         _check_latent(pages.ndim == 3, v, rope)
         device_ops.append(pages, slots, {"k": k} if pages.ndim == 3 else {"k": k, "v": v}, rope, positions)
         return
-    pool = _Pool(pages, writes=True)
+    pool = Pool(pages, writes=True)
     places = pool.places(check_slots(slots, pool.end, "slots", distinct=True) if check else slots)
-    _check_latent(pool.is_latent, v, rope)
-    names = ("k",) if pool.is_latent else ("k", "v")
-    new = [pool.check_new(array, name, len(places[0])) for array, name in zip((k, v), names, strict=False)]
-    if rope is not None:
-        new[0] = rope.rotate(new[0], positions)
-    new = [_as_rows(np.ascontiguousarray(array, pool.array.dtype)) for array in new]
-    for half, rows in enumerate(new):
-        pool.put(half, places, rows)
+    pool.append(places, k, v, rope, positions)
 
 
 def copy_page(pages: Any, source: int, target: int, count: int | None = None) -> None:
@@ -85,7 +78,7 @@ def copy_page(pages: Any, source: int, target: int, count: int | None = None) ->
     IndexRangeError
         A page or a count outside the pool.
     """
-    array = pages if isinstance(pages, DeviceArray) else _Pool(pages, writes=True).array
+    array = pages if isinstance(pages, DeviceArray) else Pool(pages, writes=True).array
     check_pool(array.shape)
     num_pages, page_size = array.shape[0], array.shape[-2]
     places = indices([source, target, page_size if count is None else count], "source, target, count")
@@ -123,7 +116,7 @@ def compact(pages: Any, source: Any, target: Any, *, check: bool = True) -> None
     if isinstance(pages, DeviceArray):
         device_ops.compact(pages, source, target)
         return
-    pool = _Pool(pages, writes=True)
+    pool = Pool(pages, writes=True)
     given = check_moves(source, target, pool.end) if check else (source, target)
     reads, writes = map(pool.places, given)
     moved = [pool.get(half, reads) for half in range(pool.halves)]
@@ -152,7 +145,7 @@ def gather(pages: Any, slots: Any, *, check: bool = True) -> Any:
     if isinstance(pages, DeviceArray):
         found = device_ops.gather(pages, slots)
         return found[0] if len(found) == 1 else tuple(found)
-    pool = _Pool(pages)
+    pool = Pool(pages)
     places = pool.places(check_slots(slots, pool.end, "slots") if check else slots)
     read = [pool.get(half, places) for half in range(pool.halves)]
     arrays = [as_kind(rows[..., None].view(pool.array.dtype), pages) for rows in read]
@@ -169,8 +162,8 @@ def _check_latent(is_latent: bool, v: Any, rope: Rope | None) -> None:
         raise ShapeError("v: expected None, since a pool of compressed keys holds both in one row, got an array")
 
 
-class _Pool:
-    """A pool whose rows of ``d`` elements are single elements."""
+class Pool:
+    """A pool on the host, checked once, whose rows of ``d`` elements are single elements."""
 
     def __init__(self, pages: Any, writes: bool = False) -> None:
         array = to_numpy(pages, "pages")
@@ -190,7 +183,18 @@ class _Pool:
     def places(self, slots: Any) -> Places:
         return np.divmod(to_numpy(slots, "slots").astype(np.int64, copy=False), self.page_size)
 
-    def check_new(self, array: Any, name: str, count: int) -> NDArray[Any]:
+    def append(self, places: Places, k: Any, v: Any = None, rope: Rope | None = None, positions: Any = None) -> None:
+        """Do as `append` for places that are known to be the caller's own."""
+        _check_latent(self.is_latent, v, rope)
+        names = ("k",) if self.is_latent else ("k", "v")
+        new = [self._check_new(array, name, len(places[0])) for array, name in zip((k, v), names, strict=False)]
+        if rope is not None:
+            new[0] = rope.rotate(new[0], positions)
+        new = [_as_rows(np.ascontiguousarray(array, self.array.dtype)) for array in new]
+        for half, rows in enumerate(new):
+            self.put(half, places, rows)
+
+    def _check_new(self, array: Any, name: str, count: int) -> NDArray[Any]:
         new = to_numpy(array, name)
         heads = () if self.is_latent else self.array.shape[2:3]
         wanted = (count, *heads, self.array.shape[-1])

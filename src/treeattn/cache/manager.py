@@ -78,6 +78,7 @@ class PagedKVCache:
     def _start(self, layout: Layout) -> None:
         self._layout = layout
         self._layers = [layout.storage(pages) for pages in layout.allocate()]
+        self._pools = [cache_ops.Pool(layer.pages, writes=True) for layer in self._layers]
         self._pool = PagePool(layout.num_pages)
         self._sequences: dict[int, CachedSequence] = {}
 
@@ -274,7 +275,7 @@ class PagedKVCache:
                 sequence.step.close()
             sequence.pending = tree
         table = Snapshot.of(sequences, growths, self._layout.page_size)
-        step = Step(tuple(trees), table, self._layout, self._layers)
+        step = Step(tuple(trees), table, self._layout, self._layers, self._pools)
         for sequence in sequences:
             sequence.step = step
         return step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,15 @@ class Step:
     """
 
     def __init__(
-        self, seqs: tuple[int, ...], table: Snapshot, layout: Layout, layers: Sequence[PagedKV | LatentKV]
+        self,
+        seqs: tuple[int, ...],
+        table: Snapshot,
+        layout: Layout,
+        layers: Sequence[PagedKV | LatentKV],
+        pools: Sequence[cache_ops.Pool],
     ) -> None:
         self.seqs = seqs
-        self._table, self._layout, self._layers = table, layout, layers
+        self._table, self._layout, self._layers, self._pools = table, layout, layers, pools
         self._appended = [False] * len(layers)
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self.is_open = True
@@ -55,6 +61,11 @@ class Step:
     def slots(self) -> NDArray[np.int64]:
         """Slot of each row, ``page * page_size + place``, int64 ``[q_total]``."""
         return self._table.slots
+
+    @cached_property
+    def _places(self) -> cache_ops.Places:
+        page, place = np.divmod(self.slots, self._layout.page_size)
+        return page, place
 
     def kv(self, layer: int) -> PagedKV | LatentKV:
         """Return a layer's keys and values with the page table of this step, for callers that plan themselves."""
@@ -90,9 +101,7 @@ class Step:
         index = self._index(layer)
         if self._layout.d_latent is None and v is None:
             raise ShapeError("v: expected the values of the new rows, got None")
-        positions = None if rope is None else self.positions
-        pages = self._layers[index].pages
-        cache_ops.append(pages, self.slots, k, v, rope=rope, positions=positions, check=False)
+        self._pools[index].append(self._places, k, v, rope, self.positions)
         self._appended[index] = True
 
     def attention(
