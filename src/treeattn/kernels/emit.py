@@ -20,7 +20,9 @@ from tvm.tirx.script.builder import ir as I
 ALIGNMENT = 2  # bytes that may be assumed of a tensor's memory: the least element's
 
 _device = ContextVar("device", default=False)
-"""Whether the function that is being emitted runs on a GPU."""
+"""Whether what is being emitted runs on a GPU."""
+_arena: ContextVar[_Arena | None] = ContextVar("arena", default=None)
+"""Where shared memory is taken from, if not allocated piece by piece."""
 
 Expr = Any
 Buffer = Any
@@ -40,7 +42,7 @@ def device_func(name: str, body: Callable[[], None]) -> PrimFunc:
 
     The function is a device function from the start: its parameters stay in order and keep their names.
     """
-    with IRBuilder() as builder, I.prim_func(), _on_device():
+    with IRBuilder() as builder, I.prim_func():
         I.func_name(name)
         body()
     device_kernel_launch = 2  # TVM's calling convention
@@ -56,10 +58,34 @@ def device_func(name: str, body: Callable[[], None]) -> PrimFunc:
 
 
 @contextmanager
-def launch(blocks: Expr, threads: int) -> Iterator[tuple[Expr, Expr]]:
-    """Run the body in ``blocks`` blocks of ``threads`` threads; yields the index of block and thread."""
+def launch(blocks: Expr, threads: int, *, arena_bytes: int = 0) -> Iterator[tuple[Expr, Expr]]:
+    """Run the body in ``blocks`` blocks of ``threads`` threads; yields the index of block and thread.
+
+    TVM's default pipeline adds a barrier wherever it cannot prove that two accesses to shared memory differ, and fails
+    where one would stand under a condition. With ``arena_bytes`` of dynamic shared memory it does not see the accesses.
+    """
     with I.launch_thread("blockIdx.x", blocks) as block, I.launch_thread("threadIdx.x", threads) as thread:
-        yield block, thread
+        arena = _Arena(arena_bytes) if arena_bytes else None
+        with _held(_device, True), _held(_arena, arena):
+            yield block, thread
+
+
+class _Arena:
+    """Dynamic shared memory seen through a pointer that does not tell what it points to, handed out in parts."""
+
+    def __init__(self, size: int) -> None:
+        memory = I.alloc_buffer((size,), "uint8", scope="shared.dyn")
+        plain = tvm.ir.PointerType(tvm.ir.PrimType("uint8"))
+        self.data = I.Bind(tvm.tirx.call_intrin(plain, "tirx.reinterpret", T.address_of(memory[0])))
+        run(T.address_of(memory[size - 1]))  # or TVM cuts the memory down to what it sees used
+        self.used, self.size = 0, size
+
+    def take(self, size: int, dtype: str) -> Buffer:
+        """Return a part, at a multiple of 16 bytes."""
+        width = np.dtype(dtype).itemsize
+        begin, self.used = self.used, self.used + -(-size * width // 16) * 16
+        assert self.used <= self.size
+        return I.decl_buffer((size,), dtype, data=self.data, elem_offset=begin // width)
 
 
 def scalar(name: str, dtype: str) -> Expr:
@@ -124,12 +150,17 @@ def private(size: int, dtype: str = "float32") -> Buffer:
 
 def shared(size: int, dtype: str = "float32") -> Buffer:
     """Allocate memory that the threads of a GPU block share."""
-    return I.alloc_buffer((size,), dtype, scope="shared")
+    return _from_arena(size, dtype, "shared")
 
 
 def dynamic(size: int, dtype: str) -> Buffer:
     """Allocate shared memory whose size is given at the launch: more than 48 KiB, one such buffer a kernel."""
-    return I.alloc_buffer((size,), dtype, scope="shared.dyn")
+    return _from_arena(size, dtype, "shared.dyn")
+
+
+def _from_arena(size: int, dtype: str, scope: str) -> Buffer:
+    arena = _arena.get()
+    return arena.take(size, dtype) if arena else I.alloc_buffer((size,), dtype, scope=scope)
 
 
 def barrier() -> None:
@@ -171,6 +202,12 @@ def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], No
             then()
         with I.Else():
             otherwise()
+
+
+def require(condition: Expr, message: str) -> None:
+    """Raise an error with a message unless ``condition`` holds, on the host."""
+    with I.Assert(condition, message):
+        pass
 
 
 def let(value: Expr) -> Expr:
@@ -249,12 +286,12 @@ def fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
 
 
 @contextmanager
-def _on_device() -> Iterator[None]:
-    token = _device.set(True)
+def _held(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _device.reset(token)
+        variable.reset(token)
 
 
 def all_of(*conditions: Expr) -> Expr:

@@ -24,16 +24,22 @@ class Column:
     nodes: Buffer
     position_of: Callable[[Expr], Expr]
     """Of a column before the tree."""
+    fields: int = NODE_FIELDS
+    """Of a row of the table."""
 
     def node(self, field: int, before_tree: Expr) -> Expr:
         """Return a field of the node, or ``before_tree`` for a column that precedes the tree."""
         node = self.index - self.prefix_len
-        at = (self.node_begin + greater(node, 0)) * NODE_FIELDS + field
+        at = (self.node_begin + greater(node, 0)) * self.fields + field
         return let(T.if_then_else(node >= 0, self.nodes[at], before_tree))
 
     def position(self) -> Expr:
         """Return the position: the prefix by index, a node by depth."""
-        return let(self.position_of(T.min(self.index, self.prefix_len)) + self.node(2, T.int32(0)))
+        return let(self.position_of(T.min(self.index, self.prefix_len)) + self.depth())
+
+    def depth(self) -> Expr:
+        """Return the depth of the node, 0 for a column that precedes the tree."""
+        return self.node(2, T.int32(0))
 
 
 def _compare(test: str, column: Column) -> Callable[[Expr, int], Expr]:

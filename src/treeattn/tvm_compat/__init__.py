@@ -2,12 +2,14 @@
 
 Every factory that ``tvm.relax.frontend.nn.llm.kv_cache`` lists in ``__all__`` is here under the same name with the same
 parameters, and returns a ``tvm.tirx.PrimFunc``, marked as scheduled, that TVM builds and its paged KV cache calls.
-docs/from-tvm.md says what differs. On CPU targets now; a GPU target raises `UnsupportedError`.
+docs/from-tvm.md says what differs. Those that TVM gives no target (append, fetch, RoPE) are for the GPU whose target is
+in scope (``with target:``), else for the CPU.
 """
 
 from __future__ import annotations
 
 import enum
+from dataclasses import replace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -15,10 +17,14 @@ from tvm.script import tirx as T
 from ..errors import ShapeError, UnsupportedError
 from ..kernels.emit import Expr, i32
 from ..schedules.tiles import TILES, TileConfig
-from ..targets import host
-from . import page_ops
-from .attention import Call, Heads, attention_function
-from .rotation import rotation, split_rotary
+from ..targets import GpuTraits, host
+from . import cpu, gpu, page_ops
+from .attention import Attention, Call, Heads
+from .fused_rope import split_rotary
+from .rotation import rotation
+from .target import check_thread_limits as check_thread_limits
+from .target import current_device, device_of
+from .target import get_max_num_threads_per_block as get_max_num_threads_per_block
 
 PAGE_SIZE = 16
 
@@ -39,27 +45,6 @@ class RopeMode(enum.IntEnum):
     INLINE = 2
 
 
-def get_max_num_threads_per_block(target: Any) -> int:
-    """Return the most threads of a block on a GPU target: the greater of its two attributes."""
-    attrs = target.attrs
-    return max(int(attrs["max_num_threads"]), int(attrs.get("max_threads_per_block") or 0))
-
-
-def check_thread_limits(target: Any, bdx: int, bdy: int, bdz: int, gdz: int) -> None:
-    """Check a GPU block against its target.
-
-    Raises
-    ------
-    UnsupportedError
-        More threads than the target has, or a third dimension that WebGPU does not offer.
-    """
-    most = get_max_num_threads_per_block(target)
-    if bdx * bdy * bdz > most:
-        raise UnsupportedError(f"block: expected at most {most} threads on {target.kind.name}, got {bdx}*{bdy}*{bdz}")
-    if target.kind.name == "webgpu" and (bdz > 64 or gdz != 1):
-        raise UnsupportedError(f"block: expected threadIdx.z <= 64 and blockIdx.z = 1 on webgpu, got {bdz} and {gdz}")
-
-
 def _attention_prefill_cpu(
     h_kv: int,
     h_q: int,
@@ -70,16 +55,8 @@ def _attention_prefill_cpu(
     page_size: int = PAGE_SIZE,
     sliding_window_size: int = 1024,
 ) -> Any:
-    """Prefill over a paged cache; with a sliding window, ``causal`` means cross attention to the past of a chunk."""
-    heads = _heads(h_q, h_kv, d, d, dtype, page_size, sliding_window)
-    name = "batch_prefill_paged_kv_cpu" + ("_sliding_window" if sliding_window else "")
-
-    def past(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
-        seen = T.max(kv_len - T.max(sliding_window_size - row - 1, 0), 0)
-        return T.if_then_else(call["causal"] > 0, seen, i32(0))
-
-    leaves = {"col_from": past} if sliding_window and sliding_window_size > 0 else {"col_below": _causal}
-    return attention_function(name, "paged", heads, _many(), leaves=leaves, rope=rotation(rope_scaling, d))
+    """`_attention_prefill` for the CPU."""
+    return _attention_prefill(h_kv, h_q, d, dtype, sliding_window, rope_scaling, None, page_size, sliding_window_size)
 
 
 def _attention_prefill(
@@ -93,37 +70,42 @@ def _attention_prefill(
     page_size: int = PAGE_SIZE,
     sliding_window_size: int = 1024,
 ) -> Any:
-    """`_attention_prefill_cpu` for a target."""
-    _check_cpu(target)
-    return _attention_prefill_cpu(h_kv, h_q, d, dtype, sliding_window, rope_scaling, page_size, sliding_window_size)
+    """Prefill over a paged cache; with a sliding window, ``causal`` means cross attention to the past of a chunk."""
+    device = device_of(target)
+    heads = _heads(h_q, h_kv, d, d, dtype, page_size, sliding_window)
+    name = _named("batch_prefill_paged_kv", device, sliding_window)
+
+    def past(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
+        seen = T.max(kv_len - T.max(sliding_window_size - row - 1, 0), 0)
+        return T.if_then_else(call["causal"] > 0, seen, i32(0))
+
+    leaves = {"col_from": past} if sliding_window and sliding_window_size > 0 else {"col_below": _causal}
+    return _built(Attention(name, "paged", heads, leaves, rotation(rope_scaling, d)), device)
 
 
 def _attention_prefill_ragged_cpu(
     h_kv: int, h_q: int, d_qk: int, d_v: int, dtype: str, rope_scaling: dict[str, Any]
 ) -> Any:
-    """Prefill over ragged keys and values."""
-    heads = _heads(h_q, h_kv, d_qk, d_v, dtype)
-    rope = rotation(rope_scaling, d_qk)
-    name = "batch_prefill_ragged_kv_cpu"
-    return attention_function(name, "ragged", heads, _many(), leaves={"col_below": _causal}, rope=rope)
+    """`_attention_prefill_ragged` for the CPU."""
+    return _attention_prefill_ragged(h_kv, h_q, d_qk, d_v, dtype, rope_scaling, None)
 
 
 def _attention_prefill_ragged(
     h_kv: int, h_q: int, d_qk: int, d_v: int, dtype: str, rope_scaling: dict[str, Any], target: Any
 ) -> Any:
-    """`_attention_prefill_ragged_cpu` for a target."""
-    _check_cpu(target)
-    return _attention_prefill_ragged_cpu(h_kv, h_q, d_qk, d_v, dtype, rope_scaling)
+    """Prefill over ragged keys and values."""
+    device = device_of(target)
+    heads, name = _heads(h_q, h_kv, d_qk, d_v, dtype), _named("batch_prefill_ragged_kv", device)
+    return _built(Attention(name, "ragged", heads, {"col_below": _causal}, rotation(rope_scaling, d_qk)), device)
 
 
 def _attention_prefill_mla(
     h_q: int, d_latent: int, d_rope: int, dtype: str, sliding_window: bool, target: Any, page_size: int = PAGE_SIZE
 ) -> Any:
     """Prefill and decode over compressed keys and values (MLA, absorbed form)."""
-    _check_cpu(target)
     heads = _heads(h_q, 1, d_latent + d_rope, d_latent, dtype, page_size, sliding_window)
     name = "batch_prefill_paged_kv_mla" + ("_sliding_window" if sliding_window else "")
-    return attention_function(name, "latent", heads, _many(), leaves={"col_below": _causal})
+    return _built(Attention(name, "latent", heads, {"col_below": _causal}), device_of(target))
 
 
 def _attention_decode_cpu(
@@ -135,12 +117,10 @@ def _attention_decode_cpu(
     rope_scaling: dict[str, Any],
     page_size: int = PAGE_SIZE,
 ) -> Any:
-    """One query token a sequence over a paged cache."""
-    heads = _heads(num_qo_heads, num_kv_heads, head_dim, head_dim, qkv_dtype, page_size, sliding_window)
-    name = "batch_decode_paged_kv_cpu" + ("_sliding_window" if sliding_window else "")
-    config = TileConfig(rows=heads.group, few=(heads.group,)) if heads.group <= 8 else _many()
-    rope = rotation(rope_scaling, head_dim)
-    return attention_function(name, "decode", heads, config, leaves={"full": _nothing}, rope=rope)
+    """`_attention_decode` for the CPU."""
+    return _attention_decode(
+        num_kv_heads, num_qo_heads, head_dim, qkv_dtype, sliding_window, rope_scaling, None, page_size
+    )
 
 
 def _attention_decode(
@@ -153,73 +133,63 @@ def _attention_decode(
     target: Any,
     page_size: int = PAGE_SIZE,
 ) -> Any:
-    """`_attention_decode_cpu` for a target."""
-    _check_cpu(target)
-    return _attention_decode_cpu(
-        num_kv_heads, num_qo_heads, head_dim, qkv_dtype, sliding_window, rope_scaling, page_size
-    )
+    """One query token a sequence over a paged cache."""
+    device = device_of(target)
+    heads = _heads(num_qo_heads, num_kv_heads, head_dim, head_dim, qkv_dtype, page_size, sliding_window)
+    name = _named("batch_decode_paged_kv", device, sliding_window)
+    return _built(Attention(name, "decode", heads, {"full": _nothing}, rotation(rope_scaling, head_dim)), device)
 
 
 def tree_attn_cpu(h_kv: int, h_q: int, d: int, dtype: str, rope_scaling: dict[str, Any]) -> Any:
-    """Tree attention over ragged keys and values."""
-    heads = _heads(h_q, h_kv, d, d, dtype)
-    rope = rotation(rope_scaling, d)
-    return attention_function("batch_tree_attn", "tree_ragged", heads, _many(), leaves={"tree": _enter}, rope=rope)
+    """`tree_attn` for the CPU."""
+    return tree_attn(h_kv, h_q, d, dtype, rope_scaling, None)
 
 
 def tree_attn(h_kv: int, h_q: int, d: int, dtype: str, rope_scaling: dict[str, Any], target: Any) -> Any:
-    """`tree_attn_cpu` for a target."""
-    _check_cpu(target)
-    return tree_attn_cpu(h_kv, h_q, d, dtype, rope_scaling)
+    """Tree attention over ragged keys and values."""
+    heads, rope = _heads(h_q, h_kv, d, d, dtype), rotation(rope_scaling, d)
+    return _built(Attention("batch_tree_attn", "tree_ragged", heads, {"tree": _enter}, rope), device_of(target))
 
 
 def tree_attn_with_paged_kv_cache_cpu(
     h_kv: int, h_q: int, d: int, dtype: str, rope_scaling: dict[str, Any], page_size: int = PAGE_SIZE
 ) -> Any:
-    """Tree attention over a paged cache, of any page size; inline RoPE works too."""
-    heads = _heads(h_q, h_kv, d, d, dtype, page_size)
-    rope = rotation(rope_scaling, d)
-    name = "tree_attn_paged_kv_cpu"
-    return attention_function(name, "tree_paged", heads, _many(), leaves={"tree": _enter}, rope=rope)
+    """`tree_attn_with_paged_kv_cache` for the CPU."""
+    return tree_attn_with_paged_kv_cache(h_kv, h_q, d, dtype, rope_scaling, None, page_size)
 
 
 def tree_attn_with_paged_kv_cache(
     h_kv: int, h_q: int, d: int, dtype: str, rope_scaling: dict[str, Any], target: Any, page_size: int = PAGE_SIZE
 ) -> Any:
-    """`tree_attn_with_paged_kv_cache_cpu` for a target."""
-    _check_cpu(target)
-    return tree_attn_with_paged_kv_cache_cpu(h_kv, h_q, d, dtype, rope_scaling, page_size)
+    """Tree attention over a paged cache, of any page size; inline RoPE works too."""
+    device = device_of(target)
+    heads, name = _heads(h_q, h_kv, d, d, dtype, page_size), _named("tree_attn_paged_kv", device)
+    return _built(Attention(name, "tree_paged", heads, {"tree": _enter}, rotation(rope_scaling, d)), device)
 
 
 def _attention_sequence_prefill(
     h_kv: int, h_q: int, d: int, dtype: str, target: Any, causal: int = 0, sm_scale: float = 1.0
 ) -> Any:
     """Prefill of a dense batch."""
-    _check_cpu(target)
     heads = _heads(h_q, h_kv, d, d, dtype)
 
     def bound(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
         return kv_len - q_len + row + 1 if causal else kv_len
 
-    name = "batch_sequence_prefill_kv"
-    return attention_function(name, "dense", heads, _many(), leaves={"col_below": bound}, sm_scale=sm_scale)
+    made = Attention("batch_sequence_prefill_kv", "dense", heads, {"col_below": bound}, sm_scale=sm_scale)
+    return _built(made, device_of(target))
 
 
 def _attention_sequence_prefill_with_mask(
     h_kv: int, h_q: int, d: int, dtype: str, target: Any, sm_scale: float = 1.0, *, mask_mode: str = "padded"
 ) -> Any:
     """Prefill of a dense batch with padding: ``"padded"`` on the right, or ``"causal_padded_left"``."""
-    _check_cpu(target)
     if mask_mode not in ("padded", "causal_padded_left"):
         raise UnsupportedError(f"mask_mode: expected 'padded' or 'causal_padded_left', got {mask_mode!r}")
     heads = _heads(h_q, h_kv, d, d, dtype)
 
     def right(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
         return T.if_then_else(row < call["valid_lens"][b], call["valid_lens"][b], 0)
-
-    name = "batch_sequence_prefill_kv_masked"
-    if mask_mode == "padded":
-        return attention_function(name, "dense_masked", heads, _many(), leaves={"col_below": right}, sm_scale=sm_scale)
 
     def left(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
         valid = call["valid_lens"][b]
@@ -228,8 +198,9 @@ def _attention_sequence_prefill_with_mask(
     def causal(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
         return kv_len - q_len + row + 1
 
-    leaves = {"col_from": left, "col_below": causal}
-    return attention_function(name, "dense_masked", heads, _many(), leaves=leaves, sm_scale=sm_scale)
+    leaves = {"col_below": right} if mask_mode == "padded" else {"col_from": left, "col_below": causal}
+    made = Attention("batch_sequence_prefill_kv_masked", "dense_masked", heads, leaves, sm_scale=sm_scale)
+    return _built(made, device_of(target))
 
 
 def _merge_state_inplace_cpu(v_dtype: str) -> Any:
@@ -241,56 +212,56 @@ def _merge_state_inplace(
     num_heads: int, head_dim: int, v_dtype: str, target: Any, global_symbol: str | None = None
 ) -> Any:
     """`_merge_state_inplace_cpu` for a target and fixed heads."""
-    _check_cpu(target)
-    return page_ops.merge(global_symbol or "merge_state_inplace", v_dtype, num_heads, head_dim)
+    return page_ops.merge(global_symbol or "merge_state_inplace", v_dtype, num_heads, head_dim, device_of(target))
 
 
 def _kv_cache_transpose_append(num_key_value_heads: int, head_dim: int, dtype: str, page_size: int = PAGE_SIZE) -> Any:
     """Append new keys and values to the pages."""
-    return page_ops.append("tir_kv_cache_transpose_append", 2, num_key_value_heads, head_dim, dtype, page_size)
+    return page_ops.append(
+        "tir_kv_cache_transpose_append", 2, num_key_value_heads, head_dim, dtype, page_size, current_device()
+    )
 
 
 def _kv_cache_transpose_append_mla(d_qk: int, dtype: str, page_size: int = PAGE_SIZE) -> Any:
     """Append new compressed keys and values to the pages."""
-    return page_ops.append("tir_kv_cache_transpose_append_mla", 1, 1, d_qk, dtype, page_size)
+    return page_ops.append("tir_kv_cache_transpose_append_mla", 1, 1, d_qk, dtype, page_size, current_device())
 
 
 def _kv_cache_debug_get_kv(num_hidden_layers: int, num_key_value_heads: int, head_dim: int, dtype: str) -> Any:
     """Fetch a sequence's keys and values of a layer."""
-    return page_ops.fetch("tir_kv_cache_debug_get_kv", num_hidden_layers, 2, num_key_value_heads, head_dim, dtype)
+    return page_ops.fetch(
+        "tir_kv_cache_debug_get_kv", num_hidden_layers, 2, num_key_value_heads, head_dim, dtype, current_device()
+    )
 
 
 def _kv_cache_debug_get_kv_mla(num_hidden_layers: int, d_qk: int, dtype: str) -> Any:
     """Fetch a sequence's compressed keys and values of a layer."""
-    return page_ops.fetch("tir_kv_cache_debug_get_kv_mla", num_hidden_layers, 1, 1, d_qk, dtype)
+    return page_ops.fetch("tir_kv_cache_debug_get_kv_mla", num_hidden_layers, 1, 1, d_qk, dtype, current_device())
 
 
 def _copy_single_page_cpu(num_heads: int, page_size: int, head_dim: int, dtype: str) -> Any:
     """Copy the first slots of a page to another."""
-    return page_ops.copy_page("copy_single_page_cpu", 2, num_heads, page_size, head_dim, dtype)
+    return page_ops.copy_page("copy_single_page_cpu", 2, num_heads, page_size, head_dim, dtype, None)
 
 
 def _copy_single_page(num_heads: int, page_size: int, head_dim: int, dtype: str, target: Any) -> Any:
     """`_copy_single_page_cpu` for a target."""
-    _check_cpu(target)
-    return page_ops.copy_page("copy_single_page", 2, num_heads, page_size, head_dim, dtype)
+    return page_ops.copy_page("copy_single_page", 2, num_heads, page_size, head_dim, dtype, device_of(target))
 
 
 def _copy_single_page_mla(page_size: int, head_dim: int, dtype: str, target: Any) -> Any:
     """Copy the first slots of a page of compressed keys and values."""
-    _check_cpu(target)
-    return page_ops.copy_page("copy_single_page_mla", 1, 1, page_size, head_dim, dtype)
+    return page_ops.copy_page("copy_single_page_mla", 1, 1, page_size, head_dim, dtype, device_of(target))
 
 
 def _compact_kv_copy_cpu(num_heads: int, head_dim: int, dtype: str, page_size: int = PAGE_SIZE) -> Any:
     """Move accepted tokens together, token by token."""
-    return page_ops.compact("compact_kv_copy_cpu", num_heads, head_dim, dtype, page_size)
+    return page_ops.compact("compact_kv_copy_cpu", num_heads, head_dim, dtype, page_size, None)
 
 
 def _compact_kv_copy(num_heads: int, head_dim: int, dtype: str, target: Any, page_size: int = PAGE_SIZE) -> Any:
     """`_compact_kv_copy_cpu` for a target."""
-    _check_cpu(target)
-    return page_ops.compact("compact_kv_copy", num_heads, head_dim, dtype, page_size)
+    return page_ops.compact("compact_kv_copy", num_heads, head_dim, dtype, page_size, device_of(target))
 
 
 def llama_rope_with_position_map(
@@ -304,7 +275,8 @@ def llama_rope_with_position_map(
     rotary_dim: int | None = None,
 ) -> Any:
     """Split fused q, k, v and rotate q and k by position."""
-    return split_rotary(theta, scale, head_dim, num_q_heads, num_kv_heads, dtype, rope_scaling, rotary_dim or head_dim)
+    heads, d = {"q": num_q_heads, "k": num_kv_heads, "v": num_kv_heads}, head_dim
+    return split_rotary(theta, scale, d, heads, dtype, rope_scaling, rotary_dim or d, current_device())
 
 
 def _heads(
@@ -318,15 +290,18 @@ def _heads(
     return Heads(h_q, h_kv, d_qk, d_v, dtype, sliding_window=sliding_window, **paged)
 
 
-def _many() -> TileConfig:
-    table = TILES[host().vector]
-    return TileConfig(table.rows, table.panel, table.lanes, table.tokens, table.columns, (), table.few_columns)
+def _named(name: str, device: GpuTraits | None, sliding_window: bool = False) -> str:
+    """Return TVM's name of a function."""
+    return name + ("" if device else "_cpu") + ("_sliding_window" if sliding_window else "")
 
 
-def _check_cpu(target: Any) -> None:
-    kind = getattr(getattr(target, "kind", None), "name", target)
-    if kind not in ("llvm", "c", None):
-        raise UnsupportedError(f"target: expected a CPU target (llvm), got {kind}; GPU targets are not offered yet")
+def _built(made: Attention, device: GpuTraits | None) -> Any:
+    if device:
+        return gpu.attention_function(made, device)
+    table, group = TILES[host().vector], made.heads.group
+    if made.kind == "decode" and group <= 8:
+        return cpu.attention_function(made, TileConfig(rows=group, few=(group,)))
+    return cpu.attention_function(made, replace(table, few=()))
 
 
 def _causal(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:

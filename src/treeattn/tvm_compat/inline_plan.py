@@ -6,8 +6,7 @@ cost; TVM's threads take the workers in contiguous ranges.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Sequence_
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,25 +33,11 @@ from ..kernels.spec import KernelSpec, Sizes
 from ..kernels.walk import SPAN_FIELDS
 from ..kernels.workspace import workspace_floats
 from ..planner import BLOCK_COST, LANES
+from .spans import MOST_SPANS, SequenceRows, store_spans, tile_spans
 
 WORKERS = 64
-MOST_SPANS = 3
 MOST_HIGH_ROWS = 2**14
 """Of the angle tables: positions up to this many times their low rows."""
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """What is known of a sequence; ``bounds(row)`` are those of the mask's leaves."""
-
-    q_begin: Expr
-    q_len: Expr
-    kv_len: Expr
-    page_begin: Expr
-    prefix_len: Expr
-    bounds: Callable[[Expr], Sequence_[Expr]]
-    node_begin: Expr = 0
-    moves: tuple[Expr, Expr, Expr, Expr] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +46,7 @@ class Source:
 
     num_seqs: Expr
     q_total: Expr
-    read: Callable[[Expr], Sequence]
+    read: Callable[[Expr], SequenceRows]
     kv_heads: int
     group: int
 
@@ -79,7 +64,7 @@ class InlineArguments(Arguments):
 class InlinePlan:
     """Emits the plan; afterwards ``arrays`` are those of `Arguments`."""
 
-    def __init__(self, spec: KernelSpec, config: Sizes, source: Source, tests: Sequence_[str]) -> None:
+    def __init__(self, spec: KernelSpec, config: Sizes, source: Source, tests: Sequence[str]) -> None:
         self.spec, self.config, self.source, self.tests = spec, config, source, tests
         rows = config.rows if config.has_many else config.few[-1]
         self.rows = rows
@@ -125,21 +110,17 @@ class InlinePlan:
             begin = let(t * self.rows)
             self._tile(b, seq, begin, let(smaller(total - begin, i32(self.rows))))
 
-    def _tile(self, b: Expr, seq: Sequence, begin: Expr, num_rows: Expr) -> None:
+    def _tile(self, b: Expr, seq: SequenceRows, begin: Expr, num_rows: Expr) -> None:
         first = let(T.truncdiv(begin, self.source.group))
         last = let(T.truncdiv(begin + num_rows - 1, self.source.group))
-        span_begin, visited = let(self.count[1]), registers(1, "int32")
-        put(visited, 0, i32(0))
-        for start, end, full in self._spans(seq, first, last):
-            with when(start < end):
-                for i, value in enumerate((start, end, i32(full))):
-                    put(self.spans, self.count[1] * SPAN_FIELDS + i, value)
-                put(self.count, 1, self.count[1] + 1)
-                put(visited, 0, visited[0] + end - start)
+        span_begin = let(self.count[1])
+        found = tile_spans(self.tests, seq, first, last)
+        store_spans(found, self.spans, self.count, 1)
+        visited = sum(greater(end - start, i32(0)) for start, end, _ in found)
         kind = i32(0)
         for rows in self.config.few if self.config.has_many else self.config.few[:-1]:
             kind = kind + T.Select(num_rows > rows, i32(1), i32(0))
-        price = let(i64(T.truncdiv(num_rows + 15, 16)) * i64(visited[0] + BLOCK_COST))
+        price = let(i64(T.truncdiv(num_rows + 15, 16)) * i64(visited + BLOCK_COST))
         with loop(self.source.kv_heads) as head:
             at = let(self.count[0])
             fields = (let(kind), b, head, begin, num_rows, span_begin, self.count[1])
@@ -148,37 +129,6 @@ class InlinePlan:
             put(self.costs, at, self.cost[0])
             put(self.cost, 0, self.cost[0] + price)
             put(self.count, 0, at + 1)
-
-    def _spans(self, seq: Sequence, first: Expr, last: Expr) -> list[tuple[Expr, Expr, int]]:
-        """Columns the tile of tokens ``first .. last`` visits: ``(begin, end, full)``, as in `masks.tile_spans`."""
-        leaves = [self._leaf_spans(k, test, seq, first, last) for k, test in enumerate(self.tests)]
-        begin, end, full_begin, full_end = leaves[0]
-        for other in leaves[1:]:
-            begin, full_begin = greater(begin, other[0]), greater(full_begin, other[2])
-            end, full_end = smaller(end, other[1]), smaller(full_end, other[3])
-        full_begin = let(greater(begin, smaller(full_begin, end)))
-        full_end = let(smaller(end, greater(full_end, full_begin)))
-        return [(begin, full_begin, 0), (full_begin, full_end, 1), (full_end, end, 0)]
-
-    def _leaf_spans(self, k: int, test: str, seq: Sequence, first: Expr, last: Expr) -> tuple[Expr, Expr, Expr, Expr]:
-        """Columns some row may see, and columns every row sees."""
-        if test == "full":
-            return i32(0), seq.kv_len, i32(0), seq.kv_len
-        if test == "tree":
-            return i32(0), seq.kv_len, i32(0), seq.prefix_len
-        low, high = self._bound_range(k, seq, first, last)
-        return (i32(0), high, i32(0), low) if test == "col_below" else (low, seq.kv_len, high, seq.kv_len)
-
-    def _bound_range(self, k: int, seq: Sequence, first: Expr, last: Expr) -> tuple[Expr, Expr]:
-        edge, base = registers(2, "int32"), let(k * self.stride + seq.q_begin)
-        for i in range(2):
-            put(edge, i, self.bounds[base + first])
-        with loop(first, last + 1) as token:
-            bound = let(self.bounds[base + token])
-            put(edge, 0, smaller(edge[0], bound))
-            put(edge, 1, greater(edge[1], bound))
-        low, high = (let(smaller(greater(edge[i], i32(0)), seq.kv_len)) for i in range(2))
-        return low, high
 
     def _deal(self) -> None:
         """Cut the items, in order, where the cost so far passes the next worker's share."""

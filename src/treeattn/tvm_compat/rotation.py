@@ -1,22 +1,32 @@
-"""Frequencies of RoPE as TVM describes them (its ``rope_scaling`` dictionaries), in float64 inside a function."""
+"""Angles of RoPE as TVM describes them (its ``rope_scaling`` dictionaries), inside a function."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
-from ..arrays import DTYPES
 from ..checks import integer, positive
 from ..errors import DTypeError, ShapeError, UnsupportedError
-from ..kernels.emit import Expr
-from . import page_ops
-from .attention import Rotation
+from ..kernels.emit import Expr, f32, let, private, put
+
+TURN = 0.5 / math.pi
 
 Frequency = Callable[[Expr, Expr], Expr]
-"""Angle per position of a pair, from its index and theta."""
+"""Angle per position of a pair, from its index and theta, in the float type of theta."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """RoPE of a function with ``rotary_mode``: ``frequency(pair, theta)``, and the size of cos and sin."""
+
+    style: str
+    rotary_dim: int
+    frequency: Frequency
+    size: float
 
 
 def rotation(rope_scaling: Mapping[str, Any], rotary_dim: int) -> Rotation:
@@ -44,48 +54,22 @@ def rotation(rope_scaling: Mapping[str, Any], rotary_dim: int) -> Rotation:
     return Rotation(style, rotary_dim, makers[kind](rope_scaling, rotary_dim), size)
 
 
-def f64(value: float) -> Expr:
-    """Return a float64 constant."""
-    return T.float64(value)
+def constants(like: Expr) -> Callable[[float], Expr]:
+    """Return the maker of constants of another value's float type."""
+    return T.float64 if str(like.ty.dtype) == "float64" else f32
 
 
-def split_rotary(
-    theta: float,
-    scale: float,
-    d: int,
-    q_heads: int,
-    kv_heads: int,
-    dtype: str,
-    rope_scaling: dict[str, Any],
-    rotary_dim: int,
-) -> Any:
-    """Build `page_ops.split_rotary` for a ``rope_scaling`` dictionary."""
-    most = integer(d, "head_dim")
-    made = rotation(rope_scaling, rotary_dim)
-    theta, scale = positive(theta, "theta"), positive(scale, "scale")
-    if integer(rotary_dim, "rotary_dim", most=most) % 2:
-        raise ShapeError(f"rotary_dim: expected an even number, got {rotary_dim}; pairs of dimensions turn together")
-    integer(q_heads, "num_q_heads"), integer(kv_heads, "num_kv_heads", 0)
-    if dtype not in DTYPES:
-        raise DTypeError(f"dtype: expected {', '.join(DTYPES)}, got {dtype!r:.60}")
-    extended = rope_scaling.get("rope_type") == "longrope"
-    length = _original(rope_scaling) if extended else 0
-
-    def cos_sin(pair: Expr, position: Expr, factors: Any, last: Expr) -> tuple[Expr, Expr]:
-        frequency = made.frequency(pair, f64(theta))
-        if extended:  # the long factors come first
-            place = T.if_then_else(last >= length, pair, pair + rotary_dim // 2)
-            frequency = frequency / T.cast(factors[place], "float64")
-        turn = T.cast(position, "float64") * f64(scale) * frequency
-        cos, sin = (T.cast(wave(turn) * f64(made.size), "float32") for wave in (T.cos, T.sin))
-        return cos, sin
-
-    heads = {"q": q_heads, "k": kv_heads, "v": kv_heads}
-    return page_ops.split_rotary("fused_rope", heads, d, dtype, rotary_dim, made.style, cos_sin, extended=extended)
+def cos_sin_of_turns(turns: Expr, size: float) -> tuple[Expr, Expr]:
+    """Return cosine and sine of an angle given in turns, times ``size``: of its part of a turn, which float32 holds."""
+    cell = private(1, turns.ty.dtype)  # TVM's analyser refuses a variable of this type
+    put(cell, 0, turns)
+    rest = T.cast(cell[0] - T.floor(cell[0] + constants(turns)(0.5)), "float32")
+    angle = let(rest * f32(2 * math.pi))
+    return T.cos(angle) * f32(size), T.sin(angle) * f32(size)
 
 
 def _base(pair: Expr, theta: Expr, rotary_dim: int) -> Expr:
-    return T.pow(theta, T.cast(pair, "float64") * f64(-2.0 / rotary_dim))
+    return T.pow(theta, T.cast(pair, theta.ty.dtype) * constants(theta)(-2.0 / rotary_dim))
 
 
 def _plain(_: Mapping[str, Any], rotary_dim: int) -> Frequency:
@@ -99,12 +83,12 @@ def _llama(scaling: Mapping[str, Any], rotary_dim: int) -> Frequency:
     turns = _original(scaling) / (2 * math.pi)
 
     def frequency(pair: Expr, theta: Expr) -> Expr:
-        base = _base(pair, theta, rotary_dim)
+        real, base = constants(theta), _base(pair, theta, rotary_dim)
         if high == low:
-            kept = T.if_then_else(base * f64(turns) < f64(low), f64(0), f64(1))
+            kept = T.if_then_else(base * real(turns) < real(low), real(0), real(1))
         else:
-            kept = T.max(f64(0), T.min(f64(1), (base * f64(turns) - f64(low)) / f64(high - low)))
-        return base * (kept + (f64(1) - kept) / f64(factor))
+            kept = T.max(real(0), T.min(real(1), (base * real(turns) - real(low)) / real(high - low)))
+        return base * (kept + (real(1) - kept) / real(factor))
 
     return frequency
 
@@ -121,9 +105,10 @@ def _yarn(scaling: Mapping[str, Any], rotary_dim: int) -> Frequency:
     width = high - low or 0.001
 
     def frequency(pair: Expr, theta: Expr) -> Expr:
-        ramp = (T.cast(pair, "float64") - f64(low)) / f64(width)
-        stretched = T.max(f64(0), T.min(f64(1), ramp))
-        return _base(pair, theta, rotary_dim) * (f64(1) - stretched + stretched / f64(factor))
+        real = constants(theta)
+        ramp = (T.cast(pair, theta.ty.dtype) - real(low)) / real(width)
+        stretched = T.max(real(0), T.min(real(1), ramp))
+        return _base(pair, theta, rotary_dim) * (real(1) - stretched + stretched / real(factor))
 
     return frequency
 

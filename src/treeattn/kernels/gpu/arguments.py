@@ -7,15 +7,31 @@ where the parts of both begin; ``tables`` begins with `TABLE_HEADER`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm.script import tirx as T
 
 from ..arguments import PlanArguments
-from ..emit import Buffer, Expr, PrimFunc, all_of, device_func, f32, flat, launch, let, part, pointer, put, scalar, wide
+from ..emit import (
+    Buffer,
+    Expr,
+    PrimFunc,
+    all_of,
+    device_func,
+    either,
+    f32,
+    flat,
+    launch,
+    let,
+    part,
+    pointer,
+    put,
+    scalar,
+    wide,
+)
 from ..predicates import Column
-from ..rotation import LOW, angle, turned
+from ..rotation import LOW, Angle, angle, turned
 from ..softmax import LOG2_E, start
 from ..spec import KernelSpec
 from ..walk import Pool, Tile
@@ -67,20 +83,14 @@ def tile_kernel(row_tile: Any, spec: KernelSpec, config: Any, traits: Any) -> Pr
     return device_func("attention", body)
 
 
-class GpuArguments(PlanArguments):
-    """A kernel's arguments, and the few ways kernels use them."""
+class TileArguments:
+    """What row tiles ask of a kernel's arguments, whoever plans their work."""
 
-    merges: Buffer
     spans: Buffer
-    page_ids: Buffer
-    bounds: Buffer
     nodes: Buffer
     positions: Buffer
-    rope_low: Buffer
-    rope_high: Buffer
     alibi: Buffer
     sink_logits: Buffer
-    bounds_stride: Expr
     page_size: Expr
     q_heads: Expr
     sm_scale: Expr
@@ -89,19 +99,8 @@ class GpuArguments(PlanArguments):
     minus_infinity: Expr
 
     def __init__(self, spec: KernelSpec, traits: Any, values: dict[str, Any]) -> None:
-        """Read the headers; called within `launch`."""
         self.spec, self.index, self.values = spec, traits.index, values
-        plan, tables = values["plan"], values["tables"]
-        header = {name: let(plan[i]) for i, name in enumerate(HEADER)}
-        for name in PARTS:
-            setattr(self, name, part(plan, LEAST_EXTENT, header[name], "int32"))
-        for name in TABLES:
-            setattr(self, name, part(tables, LEAST_EXTENT, header[name]))
-        for name in VALUES:
-            setattr(self, name, header[name])
-        for i, name in enumerate(TABLE_HEADER):
-            setattr(self, name, let(tables[i]))
-        self.lse, self.partial = values["lse"], values["partial"]
+        self.lse, self.partial = values["lse"], values.get("partial")
         self.q, self.out = (Elements(values[name], spec.q_dtype, traits) for name in ("q", "out"))
         self.k, self.v = (self._pool(name, Elements(values[name], spec.kv_dtype, traits)) for name in "kv")
 
@@ -109,12 +108,24 @@ class GpuArguments(PlanArguments):
         page, slot, head = (self.values[f"{name}_{step}"] for step in ("page", "slot", "head"))
         return Pool(data, page, slot, head, self.index)
 
+    def page_id(self, tile: Tile, page: Expr) -> Expr:
+        """Return where a page of the tile's sequence lies."""
+        raise NotImplementedError
+
+    def bound(self, tile: Tile, leaf: int, token: Expr) -> Expr:
+        """Return the bound of a query token for a leaf of the mask."""
+        raise NotImplementedError
+
+    def angle(self, position: Expr) -> Any:
+        """Return the angle of a position (`treeattn.kernels.rotation`)."""
+        raise NotImplementedError
+
     def slots(self, tile: Tile, column: Expr) -> tuple[Expr, Expr]:
         """Return where key and value of a column begin."""
         slot = let(tile.moves.slot(column)) if tile.moves else column
         page = let(T.truncdiv(slot, self.page_size))
         offset = let(slot - page * self.page_size)
-        page_id = let(self.page_ids[tile.page_begin + page])
+        page_id = let(self.page_id(tile, page))
         key, value = (pool.address(page_id, offset, tile.head) for pool in (self.k, self.v))
         return self.values["k_at"] + key, self.values["v_at"] + value
 
@@ -141,7 +152,7 @@ class GpuArguments(PlanArguments):
             put(row_tile.slopes, place, self.alibi[head] * f32(LOG2_E))
             put(row_tile.positions, place, T.cast(self.positions[token], "float32"))
         for k in range(spec.num_bounds if spec.masks else 0):
-            put(row_tile.bounds, k * places + place, self.bounds[k * self.bounds_stride + token])
+            put(row_tile.bounds, k * places + place, self.bound(tile, k, token))
 
     def query(self, tile: Tile, row: Expr, dim: Expr) -> Expr:
         """Load an element of a row's query as float32, rotated, in base-2 units."""
@@ -166,7 +177,14 @@ class GpuArguments(PlanArguments):
         """Store the base-2 log-sum-exp of a row."""
         lse = T.Select(denominator == f32(0.0), self.minus_infinity, maximum + T.log2(denominator))
         token, head, heads = (wide(x, self.index) for x in (tile.token(row), tile.q_head(row), self.q_heads))
-        put(self.lse, token * heads + head, lse)
+        put(self.lse, token * heads + head, lse.astype(self.lse.ty.dtype))
+
+    def finish(self, tile: Tile, finished: Callable[[], None], partial: Callable[[], None]) -> None:
+        """Store the rows: finished, or, of a split tile, as a partial state."""
+        if self.partial is None:
+            finished()
+        else:
+            either(tile.kind < 0, finished, partial)
 
     def row_at(self, name: str, token: Expr, head: Expr) -> Expr:
         """Return where a row of ``q`` or ``out`` begins."""
@@ -186,11 +204,43 @@ class GpuArguments(PlanArguments):
         if self.spec.rope is None:
             return load(dim)
         style, rotary_dim = self.spec.rope
-        return turned(
-            style,
-            rotary_dim,
-            self.spec.d_qk,
-            angle(self.rope_low, self.rope_high, position, rotary_dim, LOW),
-            dim,
-            load,
-        )
+        return turned(style, rotary_dim, self.spec.d_qk, self.angle(position), dim, load)
+
+
+class GpuArguments(TileArguments, PlanArguments):
+    """A kernel's arguments where the host has made the plan."""
+
+    partial: Buffer
+    merges: Buffer
+    page_ids: Buffer
+    bounds: Buffer
+    rope_low: Buffer
+    rope_high: Buffer
+    bounds_stride: Expr
+
+    def __init__(self, spec: KernelSpec, traits: Any, values: dict[str, Any]) -> None:
+        """Read the headers; called within `launch`."""
+        plan, tables = values["plan"], values["tables"]
+        header = {name: let(plan[i]) for i, name in enumerate(HEADER)}
+        for name in PARTS:
+            setattr(self, name, part(plan, LEAST_EXTENT, header[name], "int32"))
+        for name in TABLES:
+            setattr(self, name, part(tables, LEAST_EXTENT, header[name]))
+        for name in VALUES:
+            setattr(self, name, header[name])
+        for i, name in enumerate(TABLE_HEADER):
+            setattr(self, name, let(tables[i]))
+        super().__init__(spec, traits, values)
+
+    def page_id(self, tile: Tile, page: Expr) -> Expr:
+        """Return where a page of the tile's sequence lies."""
+        return self.page_ids[tile.page_begin + page]
+
+    def bound(self, tile: Tile, leaf: int, token: Expr) -> Expr:
+        """Return the bound of a query token for a leaf of the mask."""
+        return self.bounds[leaf * self.bounds_stride + token]
+
+    def angle(self, position: Expr) -> Angle:
+        """Return the angle of a position, from the tables."""
+        assert self.spec.rope is not None
+        return angle(self.rope_low, self.rope_high, position, self.spec.rope[1], LOW)

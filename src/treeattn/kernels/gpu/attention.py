@@ -40,7 +40,7 @@ from ..predicates import tester
 from ..softmax import MASKED, normaliser, rescale, weight
 from ..spec import KernelSpec
 from ..walk import SPAN_FIELDS, Tile
-from .arguments import STATE_FIELDS, GpuArguments, tile_kernel
+from .arguments import STATE_FIELDS, TileArguments, tile_kernel
 
 UNSEEN = -1.0  # the weight of a column that a row does not see: it is not multiplied, whatever the value holds
 
@@ -53,7 +53,7 @@ def attention(spec: KernelSpec, config: Any, traits: Any) -> PrimFunc:
 class RowTile:
     """One thread's part of a row tile."""
 
-    def __init__(self, spec: KernelSpec, config: Any, args: GpuArguments, tile: Tile, thread: Expr) -> None:
+    def __init__(self, spec: KernelSpec, config: Any, args: TileArguments, tile: Tile, thread: Expr) -> None:
         self.spec, self.config, self.args, self.tile, self.thread = spec, config, args, tile, thread
         self.mine, self.place = let(T.truncdiv(thread, config.column_threads)), let(thread % config.column_threads)
         self.rows, self.cols = range(config.rows_each), range(config.columns_each)
@@ -301,7 +301,7 @@ class RowTile:
             put(self.denominator, i, f32(0.0))
             with loop(threads) as other:
                 put(self.denominator, i, self.denominator[i] + self.exchange[row + other])
-        either(self.tile.kind < 0, self._store_finished, self._store_partial)
+        self.args.finish(self.tile, self._store_finished, self._store_partial)
 
     def _store_finished(self) -> None:
         for i in self.rows:

@@ -42,7 +42,7 @@ from ..softmax import LOG2_E, MASKED, normaliser, rescale
 from ..spec import KernelSpec
 from ..walk import Tile
 from . import ptx
-from .arguments import STATE_FIELDS, GpuArguments, tile_kernel
+from .arguments import STATE_FIELDS, TileArguments, tile_kernel
 from .elements import widened
 from .pipeline import COUNT, FIRST, FULL, Cursor, Stages
 from .ptx import CHUNK, QUAD, WARP
@@ -61,7 +61,7 @@ def attention(spec: KernelSpec, config: Any, traits: Any) -> PrimFunc:
 class RowTile:
     """One thread's part of a row tile."""
 
-    def __init__(self, spec: KernelSpec, config: Any, args: GpuArguments, tile: Tile, thread: Expr) -> None:
+    def __init__(self, spec: KernelSpec, config: Any, args: TileArguments, tile: Tile, thread: Expr) -> None:
         self.spec, self.config, self.args, self.tile, self.thread = spec, config, args, tile, thread
         self.warp, self.lane = let(T.truncdiv(thread, WARP)), let(thread % WARP)
         self.row_warp = let(T.truncdiv(self.warp, config.column_warps))
@@ -402,7 +402,7 @@ class RowTile:
         if self.config.column_warps > 1:
             self._merge_warps()
         with when(all_of(self.has_rows, self.column_warp == 0)):
-            either(self.tile.kind < 0, self._store_finished, self._store_partial)
+            self.args.finish(self.tile, self._store_finished, self._store_partial)
 
     def _merge_warps(self) -> None:
         """Bring the states of the warps that share rows together in the first of them, exactly and in order."""

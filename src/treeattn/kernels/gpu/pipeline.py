@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 from ..emit import Buffer, Expr, all_of, dynamic, i32, let, part, private, put, smaller, when
 from ..spec import KernelSpec
 from ..walk import SPAN_FIELDS, Tile
-from .arguments import GpuArguments
+from .arguments import TileArguments
 from .ptx import CHUNK
 
 FIRST, COUNT, FULL = range(3)  # fields of a block of columns
@@ -45,7 +45,7 @@ class Stages:
 class Cursor:
     """Steps through the spans of a tile, a block of columns at a time."""
 
-    def __init__(self, args: GpuArguments, tile: Tile, columns: int) -> None:
+    def __init__(self, args: TileArguments, tile: Tile, columns: int) -> None:
         self.args, self.tile, self.columns = args, tile, columns
         self.at = private(4, "int32")  # span, column, end of the span, whether it is full
         put(self.at, 0, tile.span_begin)

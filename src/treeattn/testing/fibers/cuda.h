@@ -6,6 +6,7 @@ extern "C" {
 float exp2f(float), log2f(float), expf(float), logf(float), sinf(float), cosf(float), powf(float, float), tanhf(float);
 float fabsf(float), floorf(float), ceilf(float), truncf(float), roundf(float), sqrtf(float), rsqrtf(float);
 float fmaxf(float, float), fminf(float, float), fmaf(float, float, float);
+double pow(double, double), floor(double), fmax(double, double), fmin(double, double);
 }
 
 #define __global__ __attribute__((noinline))
