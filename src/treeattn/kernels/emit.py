@@ -118,9 +118,9 @@ def matched(handle: Expr, shape: tuple[Expr, ...], dtype: str, offset: Expr | No
     return I.match_buffer(handle, shape, dtype, elem_offset=offset, align=ALIGNMENT)
 
 
-def flattened(buffer: Buffer, dtype: str, offset: Expr = 0) -> Buffer:
+def flattened(buffer: Buffer, dtype: str, offset: Expr = 0, extent: int = 2**48) -> Buffer:
     """See a matched buffer as a flat one, ``offset`` elements further."""
-    return I.decl_buffer((T.int64(2**48),), dtype, data=buffer.data, elem_offset=buffer.ty.elem_offset + offset)
+    return I.decl_buffer((T.int64(extent),), dtype, data=buffer.data, elem_offset=buffer.ty.elem_offset + offset)
 
 
 def allocate(size: Expr, dtype: str) -> Buffer:

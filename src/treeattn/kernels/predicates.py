@@ -24,13 +24,11 @@ class Column:
     nodes: Buffer
     position_of: Callable[[Expr], Expr]
     """Of a column before the tree."""
-    fields: int = NODE_FIELDS
-    """Of a row of the table."""
 
     def node(self, field: int, before_tree: Expr) -> Expr:
         """Return a field of the node, or ``before_tree`` for a column that precedes the tree."""
         node = self.index - self.prefix_len
-        at = (self.node_begin + greater(node, 0)) * self.fields + field
+        at = (self.node_begin + greater(node, 0)) * NODE_FIELDS + field
         return let(T.if_then_else(node >= 0, self.nodes[at], before_tree))
 
     def position(self) -> Expr:

@@ -31,6 +31,7 @@ from ..kernels.emit import (
     tensor,
     when,
 )
+from ..kernels.gpu.arguments import extent_of
 from ..targets import GpuTraits
 from .blocks import Lanes
 from .page_ops import copy, elements, spread
@@ -162,7 +163,8 @@ class SplitRotary:
         self, matches: dict[str, Buffer], part: str, token: Expr, head: Expr, turn: Turn, lanes: Lanes | None
     ) -> None:
         """Copy a vector of a part, rotated unless it is a value."""
-        qkv, out = (flattened(matches[name], self.dtype) for name in ("qkv", part))
+        extent = extent_of(self.device)
+        qkv, out = (flattened(matches[name], self.dtype, extent=extent) for name in ("qkv", part))
         fused = sum(self.heads.values())
         source = let((i64(token) * fused + i64(self._firsts[part] + head)) * self.d)
         target = let((i64(token) * self.heads[part] + i64(head)) * self.d)

@@ -19,7 +19,7 @@ from ..kernels.emit import (
     barrier,
     either,
     flat,
-    flattened,
+    greater,
     i32,
     let,
     loop,
@@ -34,7 +34,7 @@ from ..kernels.emit import (
     wide,
 )
 from ..kernels.gpu import attention, mma
-from ..kernels.gpu.arguments import LEAST_EXTENT, TileArguments
+from ..kernels.gpu.arguments import TileArguments, extent_of
 from ..kernels.gpu.elements import declared
 from ..kernels.predicates import Column
 from ..kernels.spec import KernelSpec
@@ -51,7 +51,6 @@ from .target import angle_dtype
 MOST_BINDINGS = {"webgpu": 10}
 """Arrays that TVM's runtime lets a kernel bind."""
 MANY_ROWS = 1000
-NODE_ENDS = 2  # fields of a node: enter, exit
 NEGATIVE_INFINITY = 0xFF800000
 
 
@@ -146,9 +145,8 @@ class BlockArguments(TileArguments):
         put(bits, 0, T.uint32(NEGATIVE_INFINITY))
         self.minus_infinity = T.reinterpret("float32", bits[0])  # WGSL cannot write one
         self.depths = Depths(call) if "tree" in made.leaves else None
-        self.nodes = flattened(call["tree"], "int32") if self.depths else self.spans
         if spec.rope and made.rope:
-            self.positions = flattened(call["q_rope_position"], "int32")
+            self.positions = call["q_rope_position"]
             self.angle_size, self.turns = made.rope.size, _turns(made.rope, call, traits, thread, threads)
 
     def tile(self, b: Expr, head: Expr, row_begin: Expr, rows: int) -> Tile:
@@ -174,7 +172,7 @@ class BlockArguments(TileArguments):
 
     def column(self, tile: Tile, index: Expr) -> Column:
         """Return a column for the tests of the mask."""
-        known = index, tile.prefix_len, tile.node_begin, self.nodes, tile.position_of, NODE_ENDS
+        known = index, tile.prefix_len, tile.node_begin, self.spans, tile.position_of
         return NodeColumn(*known, b=self.b, depths=self.depths) if self.depths else Column(*known)
 
     def bound(self, tile: Tile, leaf: int, token: Expr) -> Expr:
@@ -204,10 +202,16 @@ class Depths:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeColumn(Column):
-    """A column of a sequence with a tree."""
+    """A column of a sequence with a tree, whose nodes TVM keeps as ``(enter, exit)``."""
 
     b: Expr
     depths: Depths
+
+    def node(self, field: int, before_tree: Expr) -> Expr:
+        """Return a field of the node, or ``before_tree`` for a column that precedes the tree."""
+        node = self.index - self.prefix_len
+        tree, at = self.depths.call["tree"], self.node_begin + greater(node, 0)
+        return let(T.if_then_else(node >= 0, tree[at, field], before_tree))
 
     def depth(self) -> Expr:
         """Return the depth of the node, 0 for a column that precedes the tree."""
@@ -243,7 +247,7 @@ def _turns(rope: Rotation, call: Call, traits: GpuTraits, thread: Expr, threads:
 def _memory(call: Call, traits: GpuTraits) -> dict[str, Any]:
     """Arrays, and where their vectors lie, by the names of `TileArguments`."""
     h, index = call.heads, traits.index
-    extent = LEAST_EXTENT if index == "int32" else 2**48
+    extent = extent_of(traits)
     values: dict[str, Any] = {name: wide(size, index) for name, size in strides(call).items()}
     values |= dict.fromkeys(("q_at", "out_at", "k_at", "v_at"), wide(0, index))
     arrays = {"q": "q", "out": "output", "lse": "lse", "k": "k", "v": "v"}

@@ -33,6 +33,7 @@ from ..kernels.emit import (
     tensor,
     when,
 )
+from ..kernels.gpu.arguments import extent_of
 from ..kernels.softmax import MASKED
 from ..kernels.vectors import pieces
 from ..targets import GpuTraits
@@ -86,16 +87,18 @@ def copy(source: Buffer, start: Expr, target: Buffer, at: Expr, size: int, lanes
 class Slots:
     """A pool of pages ``[num_pages, halves, heads, page_size, d]``, addressed by slot; MLA has one half, one head."""
 
-    def __init__(self, handle: Expr, halves: int, heads: int, page_size: Expr, d: int, dtype: str) -> None:
+    def __init__(
+        self, handle: Expr, halves: int, heads: int, page_size: Expr, d: int, dtype: str, device: GpuTraits | None
+    ) -> None:
         shape = (symbol(), halves, heads, page_size, d) if halves == 2 else (symbol(), page_size, d)
-        self.matched, self.dtype = matched(handle, shape, dtype, symbol("int64")), dtype
+        self.matched, self.dtype, self.device = matched(handle, shape, dtype, symbol("int64")), dtype, device
         self.halves, self.heads, self.page_size, self.d = halves, heads, page_size, d
         self.row_bytes = halves * d * (4 if dtype == "float32" else 2)
 
     @property
     def data(self) -> Buffer:
         """The pool as a flat buffer, to be asked for when all arguments are matched."""
-        return flattened(self.matched, self.dtype)
+        return flattened(self.matched, self.dtype, extent=extent_of(self.device))
 
     def place(self, slot: Expr) -> tuple[Expr, Expr]:
         """Return a slot's page, and its place on it."""
@@ -117,7 +120,7 @@ def append(
         handles = [tensor(f"var_data_{half}") for half in range(halves)]
         positions = tensor("var_position_map")
         tokens = symbol("int64")
-        pool = Slots(pages, halves, heads, page_size, d, dtype)
+        pool = Slots(pages, halves, heads, page_size, d, dtype, device)
         shape = (tokens, heads, d) if halves == 2 else (tokens, d)
         matches = [matched(handle, shape, dtype) for handle in handles]
         slots = matched(positions, (tokens,), "int32", symbol())
@@ -128,7 +131,8 @@ def append(
             with when(slot != -1):
                 place = pool.place(slot)
                 for half, buffer in enumerate(matches):
-                    copy(flattened(buffer, dtype), let(i64(i) * d), pool.data, pool.row(place, half, head), d, lanes)
+                    new = flattened(buffer, dtype, extent=extent_of(device))
+                    copy(new, let(i64(i) * d), pool.data, pool.row(place, half, head), d, lanes)
 
         spread(device, tokens * heads, d, row, tokens * heads * pool.row_bytes)
 
@@ -143,7 +147,7 @@ def fetch(name: str, layers: int, halves: int, heads: int, d: int, dtype: str, d
         handles = [tensor(f"var_data_{half}") for half in range(halves)]
         layer = scalar("layer_id", "int64")
         tokens, page_size = symbol("int64"), symbol("int64")
-        pool = Slots(pages, halves, heads, page_size, d, dtype)
+        pool = Slots(pages, halves, heads, page_size, d, dtype, device)
         shape = (layers, tokens, heads, d) if halves == 2 else (layers, tokens, d)
         matches = [matched(handle, shape, dtype) for handle in handles]
         slots = matched(positions, (tokens,), "int32", symbol("int64"))
@@ -153,7 +157,8 @@ def fetch(name: str, layers: int, halves: int, heads: int, d: int, dtype: str, d
             place = pool.place(let(i64(slots[token])))
             for half, target in enumerate(matches):
                 at = let((layer * tokens * heads + i64(i)) * d)
-                copy(pool.data, pool.row(place, half, head), flattened(target, dtype), at, d, lanes)
+                out = flattened(target, dtype, extent=extent_of(device))
+                copy(pool.data, pool.row(place, half, head), out, at, d, lanes)
 
         spread(device, tokens * heads, d, row, tokens * heads * pool.row_bytes)
 
@@ -168,7 +173,7 @@ def copy_page(
     def body() -> None:
         pages = tensor("var_pages")
         source, target, count = (scalar(name, "int64") for name in ("src_page_id", "tgt_page_id", "copy_length"))
-        pool = Slots(pages, halves, heads, page_size, d, dtype)
+        pool = Slots(pages, halves, heads, page_size, d, dtype, device)
 
         def row(i: Expr, lanes: Lanes | None) -> None:
             slot, head = let(i64(T.truncdiv(i, heads))), let(T.truncmod(i, heads))
@@ -190,7 +195,7 @@ def compact(name: str, heads: int, d: int, dtype: str, page_size: int, device: G
     def body() -> None:
         pages, indptr, moves = tensor("var_pages"), tensor("var_copy_length_indptr"), tensor("var_copy_src_dst_pos")
         batch = scalar("batch_size", "int32")
-        pool = Slots(pages, 2, heads, page_size, d, dtype)
+        pool = Slots(pages, 2, heads, page_size, d, dtype, device)
         lengths = matched(indptr, (batch + 1,), "int32", symbol())
         places = matched(moves, (2, symbol()), "int32", symbol())
 
@@ -219,7 +224,8 @@ def merge(
 
         def merge_row(row: Expr, lanes: Lanes | None) -> None:
             out, lse, other, other_lse = (
-                flattened(buffer, kind) for buffer, (_, kind) in zip(matches, shapes, strict=True)
+                flattened(buffer, kind, extent=extent_of(device))
+                for buffer, (_, kind) in zip(matches, shapes, strict=True)
             )
             first, second = let(lse[row]), let(other_lse[row])
             base = let(T.max(T.max(first, second), f32(MASKED)))

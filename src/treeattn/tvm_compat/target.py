@@ -71,5 +71,5 @@ def current_device() -> GpuTraits | None:
 
 
 def angle_dtype(device: GpuTraits | None) -> str:
-    """Return the float type of angles: double on CPUs and where every GPU of a kind computes with it."""
-    return "float64" if device is None or device.kind in ("cuda", "rocm") else "float32"
+    """Return the float type of angles: double on CPUs and CUDA; others lack it, or TVM lacks their functions of it."""
+    return "float64" if device is None or device.kind == "cuda" else "float32"

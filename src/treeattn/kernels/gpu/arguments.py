@@ -67,8 +67,13 @@ def declare(spec: KernelSpec, traits: Any) -> dict[str, Any]:
     handles = {name: pointer(name, dtype) for name, dtype in memory.items()}
     scalars = {"num_blocks": scalar("num_blocks", "int32")}
     scalars |= {name: scalar(name, traits.index) for name in OFFSETS}
-    extent = LEAST_EXTENT if traits.index == "int32" else 2**48
+    extent = extent_of(traits)
     return scalars | {name: flat(handles[name], dtype, extent) for name, dtype in memory.items()}
+
+
+def extent_of(traits: Any) -> int:
+    """Return the most elements of an array that a GPU's offsets reach, or without one a CPU's."""
+    return LEAST_EXTENT if traits and traits.index == "int32" else 2**48
 
 
 def tile_kernel(row_tile: Any, spec: KernelSpec, config: Any, traits: Any) -> PrimFunc:

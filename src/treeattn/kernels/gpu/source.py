@@ -67,7 +67,7 @@ def generate(function: PrimFunc, threads: int, target: dict[str, Any], dynamic_b
     module = tvm.IRModule({name: function.with_attr("target", for_target)})
     for make in PASSES:
         module = make()(module)
-    with _without_vendor_tools(kind):
+    with without_vendor_tools(kind):
         text = str(
             tvm.get_global_func(f"target.build.{kind}")(module, for_target).inspect_source(FORMATS.get(kind, ""))
         )
@@ -91,7 +91,7 @@ def generate(function: PrimFunc, threads: int, target: dict[str, Any], dynamic_b
 
 
 @contextmanager
-def _without_vendor_tools(kind: str) -> Iterator[None]:
+def without_vendor_tools(kind: str) -> Iterator[None]:
     """Ask for source alone: no NVRTC where there is a driver, no search for ROCm's libraries, which go unused."""
     before = os.environ.get("TVM_COMPILE_FORCE_FALLBACK")
     os.environ["TVM_COMPILE_FORCE_FALLBACK"] = "1"

@@ -83,6 +83,8 @@ UNWATCHED float __uint_as_float(unsigned value) { return same_bits<float>(value)
 
 UNWATCHED float max(float a, float b) { return fmaxf(a, b); }  // as CUDA has it: a NaN loses
 UNWATCHED float min(float a, float b) { return fminf(a, b); }
+UNWATCHED double max(double a, double b) { return fmax(a, b); }
+UNWATCHED double min(double a, double b) { return fmin(a, b); }
 UNWATCHED int max(int a, int b) { return a > b ? a : b; }
 UNWATCHED int min(int a, int b) { return a < b ? a : b; }
 UNWATCHED int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
