@@ -73,6 +73,16 @@ def test_paged_prefill(dtype):
                 check(case, function, inputs, (8, 9), (causal, *case.rope_scalars))
 
 
+def test_arrays_that_begin_anywhere():
+    """Copies of 16 bytes at once need multiples of 16: by an element further, and by pages inside of their memory."""
+    function = built("_attention_prefill", *HEADS, "float16", False, "{}")
+    case = Attention(*LENGTHS, "float16")
+    zeros = np.zeros(5, np.int32)
+    inputs = [case.q, case.q_indptr, *case.paged(), zeros, case.positions, *case.empty, 1, *case.rope_scalars]
+    for skips, shift in (((), 1), (((2, 5), (7, 1)), 0), (((2, 8),), 0)):
+        case.check(tvm_on_fibers.run(function, inputs, (8, 9), skips, shift), "on fibers")
+
+
 @DTYPES
 def test_ragged_prefill(dtype):
     function = built("_attention_prefill_ragged", *HEADS, 32, dtype, "{}")

@@ -36,12 +36,15 @@ class DLManagedTensor(ctypes.Structure):
 
 
 class OnDevice:
-    """A NumPy array that says it is in CUDA memory; ``skip`` elements of its memory come before it."""
+    """A NumPy array that says it is in CUDA memory.
 
-    def __init__(self, array, skip=0):
+    ``skip`` elements of its memory come before it; that memory begins ``shift`` elements after a multiple of 256 bytes.
+    """
+
+    def __init__(self, array, skip=0, shift=0):
         item = array.itemsize
-        memory = np.empty(array.nbytes + skip * item + 256, np.uint8)
-        start = -memory.ctypes.data % 256
+        memory = np.empty(array.nbytes + (skip + shift) * item + 256, np.uint8)
+        start = -memory.ctypes.data % 256 + shift * item
         self.whole = memory[start : start + array.nbytes + skip * item].view(array.dtype)
         self.whole[:skip] = 0
         self.array = self.whole[skip:].reshape(array.shape)
@@ -139,13 +142,13 @@ def build(function, for_target, pipeline="default"):
         del os.environ["TVM_COMPILE_FORCE_FALLBACK"]
 
 
-def run(function, arguments, outputs, skips=()):
+def run(function, arguments, outputs, skips=(), shift=0):
     """Call a built function on NumPy arrays and numbers; return the arrays at ``outputs`` afterwards.
 
     ``skips``: of some arguments, how many elements of their memory come before them.
     """
     held = [
-        OnDevice(value, dict(skips).get(i, 0)) if isinstance(value, np.ndarray) else value
+        OnDevice(value, dict(skips).get(i, 0), shift) if isinstance(value, np.ndarray) else value
         for i, value in enumerate(arguments)
     ]
     MACHINE.arrays = {one.whole.ctypes.data: one.whole for one in held if isinstance(one, OnDevice)}

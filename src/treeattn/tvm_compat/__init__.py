@@ -20,7 +20,7 @@ from ..schedules.tiles import TILES, TileConfig
 from ..targets import GpuTraits, host
 from . import cpu, gpu, page_ops
 from .attention import Attention, Call, Heads
-from .fused_rope import split_rotary
+from .fused_rope import SplitRotary
 from .rotation import rotation
 from .target import check_thread_limits as check_thread_limits
 from .target import current_device, device_of
@@ -276,7 +276,8 @@ def llama_rope_with_position_map(
 ) -> Any:
     """Split fused q, k, v and rotate q and k by position."""
     heads, d = {"q": num_q_heads, "k": num_kv_heads, "v": num_kv_heads}, head_dim
-    return split_rotary(theta, scale, d, heads, dtype, rope_scaling, rotary_dim or d, current_device())
+    made = SplitRotary(theta, scale, d, heads, dtype, rope_scaling, rotary_dim or d, current_device())
+    return made.function("fused_rope")
 
 
 def _heads(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tvm.script import tirx as T
@@ -35,58 +36,27 @@ from ..kernels.gpu.arguments import extent_of
 from ..targets import GpuTraits
 from .blocks import Lanes
 from .page_ops import copy, elements, spread
-from .rotation import TURN, constants, cos_sin_of_turns, rotation
+from .rotation import TURN, Rotation, constants, cos_sin_of_turns, rotation
 from .target import angle_dtype
 
 Turn = Callable[[Expr], tuple[Expr, Expr]]
 """Cosine and sine of a pair, as float32."""
 
 
-def split_rotary(
-    theta: float,
-    scale: float,
-    d: int,
-    heads: dict[str, int],
-    dtype: str,
-    rope_scaling: dict[str, Any],
-    rotary_dim: int,
-    device: GpuTraits | None,
-) -> PrimFunc:
-    """Build the function for a ``rope_scaling`` dictionary; ``heads`` of q, k and v, in their order in a fused row."""
-    made = rotation(rope_scaling, rotary_dim)
-    extended = rope_scaling.get("rope_type") == "longrope"
-    length = int(rope_scaling.get("original_max_position_embeddings", 0))
-
-    def cos_sin(pair: Expr, position: Expr, factors: Any, last: Expr) -> tuple[Expr, Expr]:
-        wide = angle_dtype(device)
-        base = T.cast(T.float64(theta), wide)
-        real, frequency = constants(base), made.frequency(pair, base)
-        if extended:  # the long factors come first
-            place = T.if_then_else(last >= length, pair, pair + rotary_dim // 2)
-            frequency = frequency / T.cast(factors[place], wide)
-        turn = T.cast(position, wide) * real(scale) * frequency
-        if device:
-            return cos_sin_of_turns(turn * real(TURN), made.size)
-        cos, sin = (T.cast(wave(turn) * real(made.size), "float32") for wave in (T.cos, T.sin))
-        return cos, sin
-
-    return SplitRotary(heads, d, dtype, rotary_dim, made.style, cos_sin, extended, device).function("fused_rope")
-
-
 @dataclass(frozen=True)
 class SplitRotary:
-    """``(qkv, position_map, q, k, v, apply_rope)``, or ``ext_factors`` last.
+    """``(qkv, position_map, q, k, v, apply_rope)``, or for longrope ``ext_factors`` last.
 
-    ``cos_sin(pair, position, factors, last)`` gives the angle of a pair; ``last`` is the greatest position.
+    ``heads`` are those of q, k and v, in their order in a fused row; the rest is as in TVM's factory.
     """
 
-    heads: dict[str, int]
+    theta: float
+    scale: float
     d: int
+    heads: dict[str, int]
     dtype: str
+    rope_scaling: dict[str, Any]
     rotary_dim: int
-    style: str
-    cos_sin: Callable[[Expr, Expr, Buffer | None, Expr], tuple[Expr, Expr]]
-    extended: bool
     device: GpuTraits | None
 
     def function(self, name: str) -> PrimFunc:
@@ -94,29 +64,49 @@ class SplitRotary:
         return prim_func(name, self._body)
 
     def _body(self) -> None:
-        names = ("qkv", "position_map", "q", "k", "v", *(["ext_factors"] if self.extended else []))
+        extended = self.rope_scaling.get("rope_type") == "longrope"
+        names = ("qkv", "position_map", "q", "k", "v", *(["ext_factors"] if extended else []))
         handles = {name: tensor(f"var_{name}") for name in names}
-        apply = None if self.extended else scalar("apply_rope", "int64")
+        apply = None if extended else scalar("apply_rope", "int64")
         tokens, fused = symbol("int64"), sum(self.heads.values())
         shapes = {"qkv": fused, **self.heads}
         matches = {n: matched(handles[n], (tokens, h, self.d), self.dtype) for n, h in shapes.items()}
         positions = matched(handles["position_map"], (tokens,), "int32", symbol())
-        factors = matched(handles["ext_factors"], (self.rotary_dim,), "float32") if self.extended else None
+        factors = matched(handles["ext_factors"], (self.rotary_dim,), "float32") if extended else None
 
         def turn(token: Expr, last: Expr, pair: Expr) -> tuple[Expr, Expr]:
-            cos, sin = self.cos_sin(pair, positions[token], factors, last)
+            cos, sin = self._cos_sin(positions[token], last, pair, factors)
             if apply is None:
                 return cos, sin
             return T.if_then_else(apply > 0, cos, f32(1)), T.if_then_else(apply > 0, sin, f32(0))
 
         run = self._on_gpu if self.device else self._on_cpu
-        run(matches, tokens, positions, turn)
+        run(matches, tokens, positions if extended else None, turn)
 
-    def _on_cpu(self, matches: dict[str, Buffer], tokens: Expr, positions: Buffer, turn: Any) -> None:
+    @cached_property
+    def _rotation(self) -> Rotation:
+        return rotation(self.rope_scaling, self.rotary_dim)
+
+    def _cos_sin(self, position: Expr, last: Expr, pair: Expr, factors: Buffer | None) -> tuple[Expr, Expr]:
+        """Return cosine and sine of a pair; ``last``, the greatest position, chooses the factors of longrope."""
+        dtype, made = angle_dtype(self.device), self._rotation
+        theta = T.cast(T.float64(self.theta), dtype)
+        real, frequency = constants(theta), made.frequency(pair, theta)
+        if factors is not None:  # the long factors come first
+            trained = int(self.rope_scaling.get("original_max_position_embeddings", 0))
+            place = T.if_then_else(last >= trained, pair, pair + self.rotary_dim // 2)
+            frequency = frequency / T.cast(factors[place], dtype)
+        turn = T.cast(position, dtype) * real(self.scale) * frequency
+        if self.device:
+            return cos_sin_of_turns(turn * real(TURN), made.size)
+        cos, sin = (T.cast(wave(turn) * real(made.size), "float32") for wave in (T.cos, T.sin))
+        return cos, sin
+
+    def _on_cpu(self, matches: dict[str, Buffer], tokens: Expr, positions: Buffer | None, turn: Any) -> None:
         """An angle a pair and token, kept for all heads."""
         half, last = self.rotary_dim // 2, allocate(1, "int32")
         put(last, 0, i32(0))
-        if self.extended:
+        if positions is not None:
             with loop(tokens) as token:
                 put(last, 0, T.max(last[0], positions[token]))
         with parallel(tokens) as token:
@@ -128,14 +118,14 @@ class SplitRotary:
                 with loop(heads) as head:
                     self._row(matches, part, token, head, lambda pair: (angles[pair], angles[half + pair]), None)
 
-    def _on_gpu(self, matches: dict[str, Buffer], tokens: Expr, positions: Buffer, turn: Any) -> None:
+    def _on_gpu(self, matches: dict[str, Buffer], tokens: Expr, positions: Buffer | None, turn: Any) -> None:
         """A block a vector."""
         fused = sum(self.heads.values())
 
         def vector(i: Expr, lanes: Lanes | None) -> None:
             assert lanes is not None
             token, at = let(T.truncdiv(i, fused)), let(T.truncmod(i, fused))
-            last = self._greatest(positions, tokens, lanes) if self.extended else i32(0)
+            last = i32(0) if positions is None else self._greatest(positions, tokens, lanes)
             for part, first in self._firsts.items():
                 with when(T.And(at >= first, at < first + self.heads[part])):
                     self._row(matches, part, token, let(at - first), lambda pair: turn(token, last, pair), lanes)
@@ -173,7 +163,7 @@ class SplitRotary:
             return
         half = self.rotary_dim // 2
         with elements(half, lanes) as pair:
-            places = (pair, pair + half) if self.style == "neox" else (2 * pair, 2 * pair + 1)
+            places = (pair, pair + half) if self._rotation.style == "neox" else (2 * pair, 2 * pair + 1)
             cos, sin = (let(value) for value in turn(pair))
             x, y = (let(T.cast(qkv[source + i64(place)], "float32")) for place in places)
             for place, value in zip(places, (x * cos - y * sin, y * cos + x * sin), strict=True):

@@ -16,6 +16,7 @@ from ..kernels.emit import (
     Buffer,
     Expr,
     PrimFunc,
+    all_of,
     barrier,
     either,
     flat,
@@ -33,7 +34,7 @@ from ..kernels.emit import (
     while_,
     wide,
 )
-from ..kernels.gpu import attention, mma
+from ..kernels.gpu import attention, mma, ptx
 from ..kernels.gpu.arguments import TileArguments, extent_of
 from ..kernels.gpu.elements import declared
 from ..kernels.predicates import Column
@@ -178,6 +179,11 @@ class BlockArguments(TileArguments):
     def bound(self, tile: Tile, leaf: int, token: Expr) -> Expr:
         """Return the bound of a query token for a leaf of the mask."""
         return self.seq.bounds(token - tile.q_begin)[leaf]
+
+    def is_aligned(self, name: str, elements: int) -> Expr:
+        """Return whether all vectors of an argument begin at multiples of ``elements``, in memory too."""
+        low_bits = T.bitwise_and(ptx.address(self.values[name]), T.uint64(elements * 2 - 1))
+        return let(all_of(super().is_aligned(name, elements), low_bits == T.uint64(0)))
 
     def angle(self, position: Expr) -> Turn:
         """Return the angle of a position."""

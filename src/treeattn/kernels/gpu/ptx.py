@@ -20,6 +20,11 @@ CHUNK = 8  # 16-bit elements that are copied, and rows that are loaded, at once
 TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 
+def address(buffer: Buffer) -> Expr:
+    """Return where an array begins in global memory."""
+    return T.call_pure_extern("uint64", "__cvta_generic_to_global", T.address_of(buffer[0]))
+
+
 def copy_async(target: Buffer, at: Expr, source: Buffer, begin: Expr, real: Expr) -> None:
     """Begin to copy `CHUNK` elements to shared memory, zeros where not ``real``; both ends at multiples of 16 bytes."""
     size = T.Select(real, T.uint32(16), T.uint32(0))

@@ -81,6 +81,8 @@ UNWATCHED float __int_as_float(int value) { return same_bits<float>(value); }
 UNWATCHED unsigned __float_as_uint(float value) { return same_bits<unsigned>(value); }
 UNWATCHED float __uint_as_float(unsigned value) { return same_bits<float>(value); }
 
+UNWATCHED uint64_t __cvta_generic_to_global(const void* pointer) { return uint64_t(pointer); }
+
 UNWATCHED float max(float a, float b) { return fmaxf(a, b); }  // as CUDA has it: a NaN loses
 UNWATCHED float min(float a, float b) { return fminf(a, b); }
 UNWATCHED double max(double a, double b) { return fmax(a, b); }
