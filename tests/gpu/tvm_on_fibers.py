@@ -11,12 +11,13 @@ import ctypes
 import hashlib
 import os
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import tvm
 import tvm_ffi
 
+from treeattn import tvm_compat
 from treeattn.testing import fibers
 
 CUDA = 2  # of DLDeviceType
@@ -155,3 +156,21 @@ def run(function, arguments, outputs, skips=(), shift=0):
     MACHINE.launches.clear()
     function(*(tvm_ffi.from_dlpack(one) if isinstance(one, OnDevice) else one for one in held))
     return [held[i].array.copy() for i in outputs]
+
+
+ARCHS = {"float32": "sm_75", "float16": "sm_80"}
+"""Tensor cores for what they take."""
+
+
+@cache
+def generated(factory, *args, **options):
+    """A function of `treeattn.tvm_compat`, compiled; ``"{}"`` stands for no RoPE scaling."""
+    for_target = target(next(ARCHS[arg] for arg in args if arg in ARCHS))
+    made = getattr(tvm_compat, factory)(*({} if arg == "{}" else arg for arg in args), target=for_target, **options)
+    return build(made, for_target)
+
+
+def check(case, function, inputs, outputs, scalars):
+    """Run a function and compare; scalars come last, or in a dict, before position 10."""
+    at, values = (10, scalars[10]) if isinstance(scalars, dict) else (len(inputs), scalars)
+    case.check(run(function, [*inputs[:at], *values, *inputs[at:]], outputs), "on fibers")
