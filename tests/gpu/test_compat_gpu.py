@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import shutil
 
+import ml_dtypes
 import numpy as np
 import pytest
+import tvm
 import tvm_on_fibers
 from test_tvm_differential import DTYPES, HEADS, PAGE, Attention, everything, int32, windowed
+
+from treeattn import tvm_compat
+from treeattn.errors import UnsupportedError
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="CUDA text runs on the CPU by way of g++")
 LENGTHS = (7, 1, 0, 20, 2), (20, 1, 5, 37, 2)
@@ -89,3 +94,23 @@ def test_decode(dtype, page_size, sliding):
         table = windowed(case, (9, 0, 33), (4, 0, 2)) if sliding else case.paged()
         inputs = [case.q, *table, int32(0, 0, 0), case.positions, *case.empty]
         tvm_on_fibers.check(case, function, inputs, (7, 8), case.rope_scalars)
+
+
+def test_bfloat16():
+    """On GPUs only, where the templates have it: as the float32 function on the same numbers, but for rounding."""
+    case = Attention(*LENGTHS, "float32")
+    inputs = [case.q, case.q_indptr, *case.paged(), np.zeros(5, np.int32), case.positions, *case.empty]
+    low = [array.astype(ml_dtypes.bfloat16) if array.dtype == np.float32 else array for array in inputs[:9]]
+    same = [array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array for array in low]
+    got, want = (
+        tvm_on_fibers.run(
+            tvm_on_fibers.generated("_attention_prefill", *HEADS, dtype, False, "{}"),
+            [*arrays, inputs[9], 1, *case.rope_scalars],
+            (8, 9),
+        )
+        for dtype, arrays in (("bfloat16", low), ("float32", same))
+    )
+    np.testing.assert_allclose(got[0].astype(np.float32), want[0], rtol=2**-7, atol=2**-8)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
+    with pytest.raises(UnsupportedError, match="float32 or float16 on this target, got bfloat16"):
+        tvm_compat.tree_attn(*HEADS, "bfloat16", {}, tvm.target.Target("webgpu"))

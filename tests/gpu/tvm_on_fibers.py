@@ -21,7 +21,7 @@ from treeattn import tvm_compat
 from treeattn.testing import fibers
 
 CUDA = 2  # of DLDeviceType
-CODES = {"i": 0, "u": 1, "f": 2}
+CODES = {"i": 0, "u": 1, "f": 2, "V": 4}  # ml_dtypes' bfloat16 is of NumPy's kind V
 
 
 class DLTensor(ctypes.Structure):
@@ -158,7 +158,7 @@ def run(function, arguments, outputs, skips=(), shift=0):
     return [held[i].array.copy() for i in outputs]
 
 
-ARCHS = {"float32": "sm_75", "float16": "sm_80"}
+ARCHS = {"float32": "sm_75", "float16": "sm_80", "bfloat16": "sm_80"}
 """Tensor cores for what they take."""
 
 

@@ -72,7 +72,7 @@ def _attention_prefill(
 ) -> Any:
     """Prefill over a paged cache; with a sliding window, ``causal`` means cross attention to the past of a chunk."""
     device = device_of(target)
-    heads = _heads(h_q, h_kv, d, d, dtype, page_size, sliding_window)
+    heads = _heads(h_q, h_kv, d, d, dtype, page_size, sliding_window, device)
     name = _named("batch_prefill_paged_kv", device, sliding_window)
 
     def past(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
@@ -95,7 +95,7 @@ def _attention_prefill_ragged(
 ) -> Any:
     """Prefill over ragged keys and values."""
     device = device_of(target)
-    heads, name = _heads(h_q, h_kv, d_qk, d_v, dtype), _named("batch_prefill_ragged_kv", device)
+    heads, name = _heads(h_q, h_kv, d_qk, d_v, dtype, device=device), _named("batch_prefill_ragged_kv", device)
     return _built(Attention(name, "ragged", heads, {"col_below": _causal}, rotation(rope_scaling, d_qk)), device)
 
 
@@ -103,9 +103,10 @@ def _attention_prefill_mla(
     h_q: int, d_latent: int, d_rope: int, dtype: str, sliding_window: bool, target: Any, page_size: int = PAGE_SIZE
 ) -> Any:
     """Prefill and decode over compressed keys and values (MLA, absorbed form)."""
-    heads = _heads(h_q, 1, d_latent + d_rope, d_latent, dtype, page_size, sliding_window)
+    device = device_of(target)
+    heads = _heads(h_q, 1, d_latent + d_rope, d_latent, dtype, page_size, sliding_window, device)
     name = "batch_prefill_paged_kv_mla" + ("_sliding_window" if sliding_window else "")
-    return _built(Attention(name, "latent", heads, {"col_below": _causal}), device_of(target))
+    return _built(Attention(name, "latent", heads, {"col_below": _causal}), device)
 
 
 def _attention_decode_cpu(
@@ -135,7 +136,7 @@ def _attention_decode(
 ) -> Any:
     """One query token a sequence over a paged cache."""
     device = device_of(target)
-    heads = _heads(num_qo_heads, num_kv_heads, head_dim, head_dim, qkv_dtype, page_size, sliding_window)
+    heads = _heads(num_qo_heads, num_kv_heads, head_dim, head_dim, qkv_dtype, page_size, sliding_window, device)
     name = _named("batch_decode_paged_kv", device, sliding_window)
     return _built(Attention(name, "decode", heads, {"full": _nothing}, rotation(rope_scaling, head_dim)), device)
 
@@ -147,8 +148,9 @@ def tree_attn_cpu(h_kv: int, h_q: int, d: int, dtype: str, rope_scaling: dict[st
 
 def tree_attn(h_kv: int, h_q: int, d: int, dtype: str, rope_scaling: dict[str, Any], target: Any) -> Any:
     """Tree attention over ragged keys and values."""
-    heads, rope = _heads(h_q, h_kv, d, d, dtype), rotation(rope_scaling, d)
-    return _built(Attention("batch_tree_attn", "tree_ragged", heads, {"tree": _enter}, rope), device_of(target))
+    device = device_of(target)
+    heads, rope = _heads(h_q, h_kv, d, d, dtype, device=device), rotation(rope_scaling, d)
+    return _built(Attention("batch_tree_attn", "tree_ragged", heads, {"tree": _enter}, rope), device)
 
 
 def tree_attn_with_paged_kv_cache_cpu(
@@ -163,7 +165,7 @@ def tree_attn_with_paged_kv_cache(
 ) -> Any:
     """Tree attention over a paged cache, of any page size; inline RoPE works too."""
     device = device_of(target)
-    heads, name = _heads(h_q, h_kv, d, d, dtype, page_size), _named("tree_attn_paged_kv", device)
+    heads, name = _heads(h_q, h_kv, d, d, dtype, page_size, device=device), _named("tree_attn_paged_kv", device)
     return _built(Attention(name, "tree_paged", heads, {"tree": _enter}, rotation(rope_scaling, d)), device)
 
 
@@ -281,12 +283,20 @@ def llama_rope_with_position_map(
 
 
 def _heads(
-    h_q: int, h_kv: int, d_qk: int, d_v: int, dtype: str, page_size: int | None = None, sliding_window: bool = False
+    h_q: int,
+    h_kv: int,
+    d_qk: int,
+    d_v: int,
+    dtype: str,
+    page_size: int | None = None,
+    sliding_window: bool = False,
+    device: GpuTraits | None = None,
 ) -> Heads:
     if h_kv < 1 or h_q % h_kv:
         raise ShapeError(f"h_q: expected a multiple of h_kv ({h_kv}), got {h_q}")
-    if dtype not in ("float32", "float16"):
-        raise UnsupportedError(f"dtype: expected float32 or float16 on a CPU target, got {dtype}")
+    known = ("float32", "float16", "bfloat16") if device and device.int16 else ("float32", "float16")
+    if dtype not in known:
+        raise UnsupportedError(f"dtype: expected {' or '.join(known)} on this target, got {dtype}")
     paged = {} if page_size is None else {"page_size": int(page_size)}
     return Heads(h_q, h_kv, d_qk, d_v, dtype, sliding_window=sliding_window, **paged)
 
