@@ -58,6 +58,14 @@ def test_append_of_nothing_launches_nothing():
     assert tvm_on_fibers.MACHINE.launches == []
 
 
+def test_a_function_for_the_cpu_takes_no_device_memory():
+    """Made without a target in scope, it would read it on the host, also where TVM builds it for a GPU."""
+    function = tvm_on_fibers.build(tvm_compat._kv_cache_transpose_append(H_KV, D, "float32"), GPU)
+    new = np.zeros((1, H_KV, D), np.float32)
+    with pytest.raises(ValueError, match="expected cpu"):
+        tvm_on_fibers.run(function, [pool("float32"), new, new, int32(3)], (0,))
+
+
 def test_pages_that_begin_anywhere_in_their_memory():
     rng = np.random.default_rng(0)
     k, v = (normal(rng, 5, H_KV, D) for _ in range(2))

@@ -43,6 +43,10 @@ def compiled(spec, tile, arch, folder, name="attention"):
     """Compile a kernel; returns its file, registers, bytes spilled, and bytes of static shared memory."""
     traits = replace(GPUS["cuda"], arch=arch)
     text = next(source.text for source in gpu_sources(spec, tile, traits) if source.name == name)
+    return compiled_text(text, arch, folder)
+
+
+def compiled_text(text, arch, folder):
     source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
     source.write_text(text)
     flags = ["-O3", "-std=c++17", f"-arch={arch}", "--use_fast_math", "-Xptxas", "-v", "-cubin"]
@@ -102,3 +106,24 @@ def test_the_tiled_template_does_not_spill(tile, dtype, arch, tmp_path):
 
 def test_merging_compiles(tmp_path):
     assert compiled(spec_of(128), MmaTile(), "sm_80", tmp_path, "merge")[2] == 0
+
+
+def test_functions_for_tvm_keep_tensor_cores_and_shared_memory(tmp_path):
+    """TVM's default pipeline sees shared memory through a plain pointer; nvcc still finds out that it is shared."""
+    import tvm
+
+    from treeattn import tvm_compat
+    from treeattn.kernels.gpu.source import without_vendor_tools
+
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}, host={"kind": "llvm"})
+    function = tvm_compat.tree_attn_with_paged_kv_cache(8, 32, 128, "float16", {}, target)
+    with without_vendor_tools("cuda"):
+        text = tvm.tirx.build(tvm.IRModule({"main": function}), target=target).imports[0].inspect_source()
+    cubin, _, spilled, _ = compiled_text(text, "sm_90a", tmp_path)
+    assert spilled == 0
+    if (tool := nvdisasm()) is None:
+        pytest.skip("compiled; nvdisasm is not installed, so instructions were not counted")
+    listing = subprocess.run([tool, cubin], capture_output=True, text=True, check=True).stdout
+    assert listing.count("HMMA.16816.F32") >= 64 // 8 * (128 // 16) + 64 // 16 * (128 // 8)
+    assert "LDGSTS" in listing
+    assert not re.findall(r"\b(?:LD|ST)(?:\.E)?\b(?!\w)", listing), "an access that does not know its memory"

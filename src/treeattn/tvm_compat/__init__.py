@@ -23,7 +23,7 @@ from .attention import Attention, Call, Heads
 from .fused_rope import SplitRotary
 from .rotation import rotation
 from .target import check_thread_limits as check_thread_limits
-from .target import current_device, device_of
+from .target import device_of, in_scope
 from .target import get_max_num_threads_per_block as get_max_num_threads_per_block
 
 PAGE_SIZE = 16
@@ -219,26 +219,34 @@ def _merge_state_inplace(
 
 def _kv_cache_transpose_append(num_key_value_heads: int, head_dim: int, dtype: str, page_size: int = PAGE_SIZE) -> Any:
     """Append new keys and values to the pages."""
-    return page_ops.append(
-        "tir_kv_cache_transpose_append", 2, num_key_value_heads, head_dim, dtype, page_size, current_device()
+    return in_scope(
+        lambda device: page_ops.append(
+            "tir_kv_cache_transpose_append", 2, num_key_value_heads, head_dim, dtype, page_size, device
+        )
     )
 
 
 def _kv_cache_transpose_append_mla(d_qk: int, dtype: str, page_size: int = PAGE_SIZE) -> Any:
     """Append new compressed keys and values to the pages."""
-    return page_ops.append("tir_kv_cache_transpose_append_mla", 1, 1, d_qk, dtype, page_size, current_device())
+    return in_scope(
+        lambda device: page_ops.append("tir_kv_cache_transpose_append_mla", 1, 1, d_qk, dtype, page_size, device)
+    )
 
 
 def _kv_cache_debug_get_kv(num_hidden_layers: int, num_key_value_heads: int, head_dim: int, dtype: str) -> Any:
     """Fetch a sequence's keys and values of a layer."""
-    return page_ops.fetch(
-        "tir_kv_cache_debug_get_kv", num_hidden_layers, 2, num_key_value_heads, head_dim, dtype, current_device()
+    return in_scope(
+        lambda device: page_ops.fetch(
+            "tir_kv_cache_debug_get_kv", num_hidden_layers, 2, num_key_value_heads, head_dim, dtype, device
+        )
     )
 
 
 def _kv_cache_debug_get_kv_mla(num_hidden_layers: int, d_qk: int, dtype: str) -> Any:
     """Fetch a sequence's compressed keys and values of a layer."""
-    return page_ops.fetch("tir_kv_cache_debug_get_kv_mla", num_hidden_layers, 1, 1, d_qk, dtype, current_device())
+    return in_scope(
+        lambda device: page_ops.fetch("tir_kv_cache_debug_get_kv_mla", num_hidden_layers, 1, 1, d_qk, dtype, device)
+    )
 
 
 def _copy_single_page_cpu(num_heads: int, page_size: int, head_dim: int, dtype: str) -> Any:
@@ -278,8 +286,8 @@ def llama_rope_with_position_map(
 ) -> Any:
     """Split fused q, k, v and rotate q and k by position."""
     heads, d = {"q": num_q_heads, "k": num_kv_heads, "v": num_kv_heads}, head_dim
-    made = SplitRotary(theta, scale, d, heads, dtype, rope_scaling, rotary_dim or d, current_device())
-    return made.function("fused_rope")
+    given = theta, scale, d, heads, dtype, rope_scaling, rotary_dim or d
+    return in_scope(lambda device: SplitRotary(*given, device).function("fused_rope"))
 
 
 def _heads(

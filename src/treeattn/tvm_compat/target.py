@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -65,9 +66,14 @@ def device_of(target: Any) -> GpuTraits | None:
     )
 
 
-def current_device() -> GpuTraits | None:
-    """Return the GPU whose target is in scope (``with target:``), or None."""
-    return device_of(tvm.target.Target.current(allow_none=True))
+def in_scope(make: Callable[[GpuTraits | None], Any]) -> Any:
+    """Make a function for the GPU whose target is in scope (``with target:``), else for the CPU.
+
+    That one is bound to the CPU: TVM would build it for a GPU too, and hand it device memory.
+    """
+    device = device_of(tvm.target.Target.current(allow_none=True))
+    function = make(device)
+    return function if device else function.with_attr("target", tvm.target.Target("llvm"))
 
 
 def angle_dtype(device: GpuTraits | None) -> str:
