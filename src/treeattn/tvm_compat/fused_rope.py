@@ -9,6 +9,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from ..arrays import DTYPES
+from ..checks import integer, positive
+from ..errors import DTypeError, ShapeError
 from ..kernels.emit import (
     Buffer,
     Expr,
@@ -36,7 +39,7 @@ from ..kernels.gpu.arguments import extent_of
 from ..targets import GpuTraits
 from .blocks import Lanes
 from .page_ops import copy, elements, spread
-from .rotation import TURN, Rotation, constants, cos_sin_of_turns, rotation
+from .rotation import TURN, Rotation, constants, cos_sin_of_turns, original_length, rotation
 from .target import angle_dtype
 
 Turn = Callable[[Expr], tuple[Expr, Expr]]
@@ -58,6 +61,15 @@ class SplitRotary:
     rope_scaling: dict[str, Any]
     rotary_dim: int
     device: GpuTraits | None
+
+    def __post_init__(self) -> None:
+        positive(self.theta, "theta"), positive(self.scale, "scale")
+        if integer(self.rotary_dim, "rotary_dim", most=integer(self.d, "head_dim")) % 2:
+            raise ShapeError(f"rotary_dim: expected an even number, got {self.rotary_dim}; pairs of dims turn together")
+        integer(self.heads["q"], "num_q_heads"), integer(self.heads["k"], "num_kv_heads", 0)
+        if self.dtype not in DTYPES:
+            raise DTypeError(f"dtype: expected {', '.join(DTYPES)}, got {self.dtype!r:.60}")
+        _ = self._rotation
 
     def function(self, name: str) -> PrimFunc:
         """Build the function."""
@@ -90,13 +102,12 @@ class SplitRotary:
     def _cos_sin(self, position: Expr, last: Expr, pair: Expr, factors: Buffer | None) -> tuple[Expr, Expr]:
         """Return cosine and sine of a pair; ``last``, the greatest position, chooses the factors of longrope."""
         dtype, made = angle_dtype(self.device), self._rotation
-        theta = T.cast(T.float64(self.theta), dtype)
+        theta = T.cast(T.float64(float(self.theta)), dtype)
         real, frequency = constants(theta), made.frequency(pair, theta)
         if factors is not None:  # the long factors come first
-            trained = int(self.rope_scaling.get("original_max_position_embeddings", 0))
-            place = T.if_then_else(last >= trained, pair, pair + self.rotary_dim // 2)
+            place = T.if_then_else(last >= original_length(self.rope_scaling), pair, pair + self.rotary_dim // 2)
             frequency = frequency / T.cast(factors[place], dtype)
-        turn = T.cast(position, dtype) * real(self.scale) * frequency
+        turn = T.cast(position, dtype) * real(float(self.scale)) * frequency
         if self.device:
             return cos_sin_of_turns(turn * real(TURN), made.size)
         cos, sin = (T.cast(wave(turn) * real(made.size), "float32") for wave in (T.cos, T.sin))

@@ -80,7 +80,7 @@ def _llama(scaling: Mapping[str, Any], rotary_dim: int) -> Frequency:
     low, high, factor = (_value(scaling, key) for key in ("low_freq_factor", "high_freq_factor", "factor"))
     if low > high:
         raise ShapeError(f"rope_scaling: expected low_freq_factor up to high_freq_factor {high}, got {low}; swap them")
-    turns = _original(scaling) / (2 * math.pi)
+    turns = original_length(scaling) / (2 * math.pi)
 
     def frequency(pair: Expr, theta: Expr) -> Expr:
         real, base = constants(theta), _base(pair, theta, rotary_dim)
@@ -95,7 +95,7 @@ def _llama(scaling: Mapping[str, Any], rotary_dim: int) -> Frequency:
 
 def _yarn(scaling: Mapping[str, Any], rotary_dim: int) -> Frequency:
     inverse_log = _value(scaling, "inv_theta_log_scale")  # 1 / (2 ln theta), which TVM computes beforehand
-    length, factor = _original(scaling), _value(scaling, "factor")
+    length, factor = original_length(scaling), _value(scaling, "factor")
 
     def pair_that_turns(key: str) -> float:
         return rotary_dim * math.log(length / (_value(scaling, key) * 2 * math.pi)) * inverse_log
@@ -114,12 +114,13 @@ def _yarn(scaling: Mapping[str, Any], rotary_dim: int) -> Frequency:
 
 
 def _longrope_size(scaling: Mapping[str, Any]) -> float:
-    length = _original(scaling)
+    length = original_length(scaling)
     stretch = _value(scaling, "max_position_embeddings") / length
     return math.sqrt(1 + math.log(stretch) / math.log(length)) if stretch > 1 else 1.0
 
 
-def _original(scaling: Mapping[str, Any]) -> int:
+def original_length(scaling: Mapping[str, Any]) -> int:
+    """Return how many positions a model was trained with."""
     key = "original_max_position_embeddings"
     return integer(_entry(scaling, key), f"rope_scaling[{key!r}]", 2)
 
