@@ -155,6 +155,10 @@ def shared(size: int, dtype: str = "float32") -> Buffer:
 
 def dynamic(size: int, dtype: str) -> Buffer:
     """Allocate shared memory whose size is given at the launch: more than 48 KiB, one such buffer a kernel."""
+    arena = _arena.get()
+    assert not (arena and arena.used), (
+        "dynamic memory comes first: a `part` of it is counted from the arena's beginning"
+    )
     return _from_arena(size, dtype, "shared.dyn")
 
 
