@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-import tvm_on_fibers
+import tvm_launches
 from test_tvm_differential import DTYPES, HEADS, PAGE, Attention, everything, int32, windowed
 
 from treeattn import tvm_compat
@@ -25,34 +25,34 @@ WITH_EMPTY = (7, 0, 0, 1), (20, 4, 0, 33)
 
 @DTYPES
 def test_paged_prefill(dtype):
-    function = tvm_on_fibers.generated("_attention_prefill", *HEADS, dtype, False, "{}")
+    function = tvm_launches.generated("_attention_prefill", *HEADS, dtype, False, "{}")
     for lengths in (LENGTHS, WITH_EMPTY):
         for rotary in (0, 1):
             for causal in (0, 1):
                 case = Attention(*lengths, dtype, rotary=rotary, visible=None if causal else everything)
                 zeros = np.zeros(len(lengths[0]), np.int32)
                 inputs = [case.q, case.q_indptr, *case.paged(), zeros, case.positions, *case.empty]
-                tvm_on_fibers.check(case, function, inputs, (8, 9), (causal, *case.rope_scalars))
+                tvm_launches.check(case, function, inputs, (8, 9), (causal, *case.rope_scalars))
 
 
 def test_arrays_that_begin_anywhere():
     """Copies of 16 bytes at once need multiples of 16: by an element further, and by pages inside of their memory."""
-    function = tvm_on_fibers.generated("_attention_prefill", *HEADS, "float16", False, "{}")
+    function = tvm_launches.generated("_attention_prefill", *HEADS, "float16", False, "{}")
     case = Attention(*LENGTHS, "float16")
     zeros = np.zeros(5, np.int32)
     inputs = [case.q, case.q_indptr, *case.paged(), zeros, case.positions, *case.empty, 1, *case.rope_scalars]
     for skips, shift in (((), 1), (((2, 5), (7, 1)), 0), (((2, 8),), 0)):
-        case.check(tvm_on_fibers.run(function, inputs, (8, 9), skips, shift), "on fibers")
+        case.check(tvm_launches.run(function, inputs, (8, 9), skips, shift), "on fibers")
 
 
 @DTYPES
 def test_ragged_prefill(dtype):
-    function = tvm_on_fibers.generated("_attention_prefill_ragged", *HEADS, 32, dtype, "{}")
+    function = tvm_launches.generated("_attention_prefill_ragged", *HEADS, 32, dtype, "{}")
     for rotary, causal in ((0, 0), (1, 1)):
         starts, visible = (0, 5, 30, 0, 9), None if causal else everything
         case = Attention(*LENGTHS, dtype, 32, rotary=rotary, starts=starts, visible=visible)
         inputs = [case.q, case.q_indptr, *case.ragged, case.positions, int32(*starts), *case.empty]
-        tvm_on_fibers.check(case, function, inputs, (7, 8), (causal, *case.rope_scalars))
+        tvm_launches.check(case, function, inputs, (7, 8), (causal, *case.rope_scalars))
 
 
 @DTYPES
@@ -61,8 +61,8 @@ def test_nothing_to_see(dtype):
     case = Attention((2, 1, 3), (0, 5, 0), dtype, visible=everything)
     zeros, positions = np.zeros(3, np.int32), np.arange(6, dtype=np.int32)
     inputs = [case.q, case.q_indptr, *case.paged(), zeros, positions, *case.empty]
-    function = tvm_on_fibers.generated("_attention_prefill", *HEADS, dtype, False, "{}")
-    out, lse = tvm_on_fibers.run(function, [*inputs, 0, *case.rope_scalars], (8, 9))
+    function = tvm_launches.generated("_attention_prefill", *HEADS, dtype, False, "{}")
+    out, lse = tvm_launches.run(function, [*inputs, 0, *case.rope_scalars], (8, 9))
     assert (out[[0, 1, 3, 4, 5]] == 0).all() and (lse[[0, 1, 3, 4, 5]] == -np.inf).all()
     assert np.isfinite(lse[2]).all()
 
@@ -71,29 +71,29 @@ def test_nothing_to_see(dtype):
 def test_prefill_of_a_cache_that_has_moved(dtype):
     """A sliding window: its own slots and, with ``causal``, the past of a chunk."""
     window = 8
-    function = tvm_on_fibers.generated("_attention_prefill", *HEADS, dtype, True, "{}", sliding_window_size=window)
+    function = tvm_launches.generated("_attention_prefill", *HEADS, dtype, True, "{}", sliding_window_size=window)
     for rotary in (0, 1):
         case = Attention((3, 1, 2), (20, 30, 9), dtype, rotary=rotary, visible=everything)
         table = windowed(case, (9, 18, 0), (4, 0, 0))
         inputs = [case.q, case.q_indptr, *table, int32(0, 0, 0), case.positions, *case.empty]
-        tvm_on_fibers.check(case, function, inputs, (8, 9), (0, *case.rope_scalars))
+        tvm_launches.check(case, function, inputs, (8, 9), (0, *case.rope_scalars))
 
     def past(row, column, q_len, kv_len):
         return column >= kv_len - max(window - row - 1, 0)
 
     case = Attention((3, 12), (20, 30), dtype, visible=past)
     inputs = [case.q, case.q_indptr, *windowed(case, (0, 0), (0, 0)), int32(0, 0), int32(*range(15)), *case.empty]
-    tvm_on_fibers.check(case, function, inputs, (8, 9), (1, *case.rope_scalars))
+    tvm_launches.check(case, function, inputs, (8, 9), (1, *case.rope_scalars))
 
 
 @pytest.mark.parametrize(("dtype", "page_size", "sliding"), [("float32", 1, False), ("float16", PAGE, True)])
 def test_decode(dtype, page_size, sliding):
-    function = tvm_on_fibers.generated("_attention_decode", *HEADS, dtype, sliding, "{}", page_size=page_size)
+    function = tvm_launches.generated("_attention_decode", *HEADS, dtype, sliding, "{}", page_size=page_size)
     for rotary in (0, 1):
         case = Attention((1, 1, 1), (20, 1, 47), dtype, rotary=rotary, page_size=page_size)
         table = windowed(case, (9, 0, 33), (4, 0, 2)) if sliding else case.paged()
         inputs = [case.q, *table, int32(0, 0, 0), case.positions, *case.empty]
-        tvm_on_fibers.check(case, function, inputs, (7, 8), case.rope_scalars)
+        tvm_launches.check(case, function, inputs, (7, 8), case.rope_scalars)
 
 
 def test_bfloat16():
@@ -103,8 +103,8 @@ def test_bfloat16():
     low = [array.astype(ml_dtypes.bfloat16) if array.dtype == np.float32 else array for array in inputs[:9]]
     same = [array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array for array in low]
     got, want = (
-        tvm_on_fibers.run(
-            tvm_on_fibers.generated("_attention_prefill", *HEADS, dtype, False, "{}"),
+        tvm_launches.run(
+            tvm_launches.generated("_attention_prefill", *HEADS, dtype, False, "{}"),
             [*arrays, inputs[9], 1, *case.rope_scalars],
             (8, 9),
         )

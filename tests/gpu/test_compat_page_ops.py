@@ -7,14 +7,14 @@ import shutil
 import numpy as np
 import pytest
 import tvm_cache
-import tvm_on_fibers
+import tvm_launches
 from test_tvm_differential import H_KV, H_Q, PAGE, SCALINGS, THETA, D, int32, normal, pool
 
 from treeattn import tvm_compat
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="CUDA text runs on the CPU by way of g++")
 
-GPU = tvm_on_fibers.target("sm_75")
+GPU = tvm_launches.target("sm_75")
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16"])
 
 
@@ -22,8 +22,8 @@ def both(factory, args, inputs, outputs, scalars, skips=(), **options):
     """What the GPU's function and the CPU's leave in ``outputs``; ``options`` are of the first."""
     cpu = factory if hasattr(tvm_compat, factory) and not options else f"{factory}_cpu"
     with GPU:  # for factories that are given no target
-        function = tvm_on_fibers.build(getattr(tvm_compat, factory)(*args, **options), GPU)
-    got = tvm_on_fibers.run(function, [*inputs, *scalars], outputs, skips)
+        function = tvm_launches.build(getattr(tvm_compat, factory)(*args, **options), GPU)
+    got = tvm_launches.run(function, [*inputs, *scalars], outputs, skips)
     want = tvm_cache.build(tvm_compat, cpu, *args)
     tensors = [tvm_cache.tvm.runtime.tensor(np.ascontiguousarray(array)) for array in inputs]
     want(*tensors, *scalars)
@@ -55,15 +55,15 @@ def test_append_of_nothing_launches_nothing():
     same_bits(
         "_kv_cache_transpose_append", (H_KV, D, "float32"), [pool("float32"), nothing, nothing, int32()], (0,), ()
     )
-    assert tvm_on_fibers.MACHINE.launches == []
+    assert tvm_launches.MACHINE.launches == []
 
 
 def test_a_function_for_the_cpu_takes_no_device_memory():
     """Made without a target in scope, it would read it on the host, also where TVM builds it for a GPU."""
-    function = tvm_on_fibers.build(tvm_compat._kv_cache_transpose_append(H_KV, D, "float32"), GPU)
+    function = tvm_launches.build(tvm_compat._kv_cache_transpose_append(H_KV, D, "float32"), GPU)
     new = np.zeros((1, H_KV, D), np.float32)
     with pytest.raises(ValueError, match="expected cpu"):
-        tvm_on_fibers.run(function, [pool("float32"), new, new, int32(3)], (0,))
+        tvm_launches.run(function, [pool("float32"), new, new, int32(3)], (0,))
 
 
 def test_pages_that_begin_anywhere_in_their_memory():
@@ -87,8 +87,8 @@ def test_copy_page(dtype):
     for length in (1, PAGE):
         same_bits("_copy_single_page", (H_KV, PAGE, D, dtype), [pool(dtype)], (0,), (3, 5, length), target=GPU)
     pages = normal(np.random.default_rng(0), 5, PAGE, 80, dtype=dtype)
-    function = tvm_on_fibers.build(tvm_compat._copy_single_page_mla(PAGE, 80, dtype, GPU), GPU)
-    (got,) = tvm_on_fibers.run(function, [pages, 1, 4, 7], (0,))
+    function = tvm_launches.build(tvm_compat._copy_single_page_mla(PAGE, 80, dtype, GPU), GPU)
+    (got,) = tvm_launches.run(function, [pages, 1, 4, 7], (0,))
     pages[4, :7] = pages[1, :7]
     np.testing.assert_array_equal(got, pages)
 
@@ -111,8 +111,8 @@ def test_merge(dtype, d):
     t[3], s[4], t[5] = s[3], -np.inf, -np.inf
     s[6] = t[6] = -np.inf
     a[4] = b[5] = a[6] = np.nan
-    function = tvm_on_fibers.build(tvm_compat._merge_state_inplace(H_Q, d, dtype, GPU), GPU)
-    out, lse = tvm_on_fibers.run(function, [a, s, b, t], (0, 1))
+    function = tvm_launches.build(tvm_compat._merge_state_inplace(H_Q, d, dtype, GPU), GPU)
+    out, lse = tvm_launches.run(function, [a, s, b, t], (0, 1))
     cpu = tvm_cache.build(tvm_compat, "_merge_state_inplace_cpu", dtype)
     state = [tvm_cache.tvm.runtime.tensor(array) for array in (a, s, b, t)]
     cpu(*state)
@@ -141,7 +141,7 @@ def test_split_and_rotate(scaling):
     for scalars in ((),) if scaling == "longrope" else ((0,), (1,)):
         with GPU:
             made = tvm_compat.llama_rope_with_position_map(*args[:6], kind, rotary_dim)
-        got = tvm_on_fibers.run(tvm_on_fibers.build(made, GPU), [*inputs, *scalars], (2, 3, 4))
+        got = tvm_launches.run(tvm_launches.build(made, GPU), [*inputs, *scalars], (2, 3, 4))
         cpu = tvm_cache.build(tvm_compat, "llama_rope_with_position_map", *args)
         tensors = [tvm_cache.tvm.runtime.tensor(array) for array in inputs]
         cpu(*tensors, *scalars)

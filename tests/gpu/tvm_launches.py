@@ -1,8 +1,7 @@
-"""TVM functions built for CUDA by TVM's own pipeline, run on CPU fibers.
+"""TVM functions built by TVM's own pipeline: for CUDA, run on CPU fibers; for OpenCL, by its driver.
 
 TVM's host code checks arguments, works out launches and calls a function named as the kernel, which it finds in the
-global registry: here one that launches the kernel's text on fibers. Arrays are NumPy's, in tensors that
-say they are CUDA's.
+global registry: here one that launches the kernel's text. Arrays are NumPy's, in tensors that say they are a device's.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 
 import numpy as np
 import tvm
@@ -20,7 +20,7 @@ import tvm_ffi
 from treeattn import tvm_compat
 from treeattn.testing import fibers
 
-CUDA = 2  # of DLDeviceType
+DEVICES = {"cuda": 2, "opencl": 4}  # of DLDeviceType
 CODES = {"i": 0, "u": 1, "f": 2, "V": 4}  # ml_dtypes' bfloat16 is of NumPy's kind V
 
 
@@ -37,12 +37,12 @@ class DLManagedTensor(ctypes.Structure):
 
 
 class OnDevice:
-    """A NumPy array that says it is in CUDA memory.
+    """A NumPy array that says it is in a device's memory.
 
     ``skip`` elements of its memory come before it; that memory begins ``shift`` elements after a multiple of 256 bytes.
     """
 
-    def __init__(self, array, skip=0, shift=0):
+    def __init__(self, array, skip=0, shift=0, kind="cuda"):
         item = array.itemsize
         memory = np.empty(array.nbytes + (skip + shift) * item + 256, np.uint8)
         start = -memory.ctypes.data % 256 + shift * item
@@ -50,11 +50,12 @@ class OnDevice:
         self.whole[:skip] = 0
         self.array = self.whole[skip:].reshape(array.shape)
         self.array[...] = array
+        self.device = DEVICES[kind], 0
         self.shape = (ctypes.c_int64 * max(array.ndim, 1))(*array.shape)
         kind = CODES[array.dtype.kind], item * 8, 1
         self.managed = DLManagedTensor(
             DLTensor(
-                self.whole.ctypes.data, CUDA, 0, array.ndim, *kind, ctypes.addressof(self.shape), None, skip * item
+                self.whole.ctypes.data, *self.device, array.ndim, *kind, ctypes.addressof(self.shape), None, skip * item
             )
         )
 
@@ -64,7 +65,7 @@ class OnDevice:
         return new(ctypes.addressof(self.managed), b"dltensor", None)
 
     def __dlpack_device__(self):
-        return CUDA, 0
+        return self.device
 
 
 @dataclass
@@ -73,32 +74,31 @@ class Machine:
 
     arrays: dict[int, np.ndarray] = field(default_factory=dict)
     launches: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    """CUDA texts of functions that are being built, in order."""
     builds: bool = False
+    installed: set[str] = field(default_factory=set)
     seed: int = 0
 
-    @cached_property
-    def installed(self):
-        """Take the place of TVM's CUDA compiler and launcher."""
-        compile_cuda, set_device = tvm.get_global_func("target.build.cuda"), tvm.get_global_func("__tvm_set_device")
+    def install(self, kind):
+        """Take the place of TVM's compiler and launcher of a kind of device, once."""
+        if kind in self.installed:
+            return
+        self.installed.add(kind)
+        generate, set_device = tvm.get_global_func(f"target.build.{kind}"), tvm.get_global_func("__tvm_set_device")
 
-        def build_cuda(module, target):
-            made = compile_cuda(module, target)
+        def build_device(module, target):
+            made = generate(module, target)
             if not self.builds:
                 return made
-            self.texts.append(str(made.inspect_source()))
-            loaded = fibers.load(self.texts[-1])
+            loaded = LOADERS[kind](str(made.inspect_source()))
             for function in module.functions.values():
                 self._register(function, loaded)
             return None  # nothing to import: launches go through the registry
 
-        def choose_device(kind, index):
-            return None if kind == CUDA else set_device(kind, index)
+        def choose_device(device, index):
+            return None if device == DEVICES[kind] else set_device(device, index)
 
-        tvm_ffi.register_global_func("target.build.cuda", build_cuda, override=True)
+        tvm_ffi.register_global_func(f"target.build.{kind}", build_device, override=True)
         tvm_ffi.register_global_func("__tvm_set_device", choose_device, override=True)
-        return True
 
     def _register(self, function, loaded):
         name, count = str(function.attrs["global_symbol"]), len(function.params)
@@ -120,6 +120,35 @@ class Machine:
         tvm_ffi.register_global_func(name, launch, override=True)
 
 
+class OpenCLText:
+    """OpenCL text compiled by the first device's driver; arrays go there and back at every launch."""
+
+    def __init__(self, text):
+        import pyopencl as cl
+
+        self.cl, self.text = cl, text
+        device = next(device for platform in cl.get_platforms() for device in platform.get_devices())
+        self.context = cl.Context([device])
+        self.queue, self.program = cl.CommandQueue(self.context), cl.Program(self.context, text).build()
+
+    def launch(self, name, values, grid, block, **_):
+        """Run a kernel to its end."""
+        cl, flags = self.cl, self.cl.mem_flags.READ_WRITE | self.cl.mem_flags.COPY_HOST_PTR
+        kinds = re.findall(r"(\w+)\*? (?:restrict )?\w+[,)]", re.search(rf"void {name}\(.*?\);", self.text)[0])
+        scalars = {"int": np.int32, "long": np.int64, "float": np.float32}
+        held = {i: cl.Buffer(self.context, flags, hostbuf=value) for i, value in enumerate(values) if is_array(value)}
+        arguments = [held[i] if i in held else scalars[kinds[i]](value) for i, value in enumerate(values)]
+        sizes = [blocks * threads for blocks, threads in zip(grid, block, strict=True)]
+        cl.Kernel(self.program, name)(self.queue, sizes, block, *arguments)
+        for i, buffer in held.items():
+            cl.enqueue_copy(self.queue, values[i], buffer)
+
+
+def is_array(value):
+    return isinstance(value, np.ndarray)
+
+
+LOADERS = {"cuda": fibers.load, "opencl": OpenCLText}
 MACHINE = Machine()
 
 
@@ -130,7 +159,7 @@ def target(arch):
 
 def build(function, for_target, pipeline="default"):
     """Compile a `PrimFunc` by a pipeline of TVM's."""
-    assert MACHINE.installed
+    MACHINE.install(for_target.kind.name)
     symbol = str(function.attrs["global_symbol"])
     name = f"{symbol}_{hashlib.sha256((function.script() + str(for_target)).encode()).hexdigest()[:12]}"
     module = tvm.IRModule({name: function.with_attr("global_symbol", name)})
@@ -143,13 +172,13 @@ def build(function, for_target, pipeline="default"):
         del os.environ["TVM_COMPILE_FORCE_FALLBACK"]
 
 
-def run(function, arguments, outputs, skips=(), shift=0):
+def run(function, arguments, outputs, skips=(), shift=0, kind="cuda"):
     """Call a built function on NumPy arrays and numbers; return the arrays at ``outputs`` afterwards.
 
     ``skips``: of some arguments, how many elements of their memory come before them.
     """
     held = [
-        OnDevice(value, dict(skips).get(i, 0), shift) if isinstance(value, np.ndarray) else value
+        OnDevice(value, dict(skips).get(i, 0), shift, kind) if isinstance(value, np.ndarray) else value
         for i, value in enumerate(arguments)
     ]
     MACHINE.arrays = {one.whole.ctypes.data: one.whole for one in held if isinstance(one, OnDevice)}
