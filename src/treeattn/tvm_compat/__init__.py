@@ -14,13 +14,16 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from ..arrays import INT32_MAX
+from ..checks import integer, number
 from ..errors import ShapeError, UnsupportedError
 from ..kernels.emit import Expr, i32
 from ..schedules.tiles import TILES, TileConfig
 from ..targets import GpuTraits, host
 from . import cpu, gpu, page_ops
-from .attention import Attention, Call, Heads
+from .attention import ENDLESS, Attention, Call, Heads
 from .fused_rope import SplitRotary
+from .page_ops import MOST_DIM
 from .rotation import rotation
 from .target import check_thread_limits as check_thread_limits
 from .target import device_of, in_scope
@@ -79,6 +82,7 @@ def _attention_prefill(
         seen = T.max(kv_len - T.max(sliding_window_size - row - 1, 0), 0)
         return T.if_then_else(call["causal"] > 0, seen, i32(0))
 
+    sliding_window_size = integer(sliding_window_size, "sliding_window_size", -INT32_MAX)
     leaves = {"col_from": past} if sliding_window and sliding_window_size > 0 else {"col_below": _causal}
     return _built(Attention(name, "paged", heads, leaves, rotation(rope_scaling, d)), device)
 
@@ -178,7 +182,9 @@ def _attention_sequence_prefill(
     def bound(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
         return kv_len - q_len + row + 1 if causal else kv_len
 
-    made = Attention("batch_sequence_prefill_kv", "dense", heads, {"col_below": bound}, sm_scale=sm_scale)
+    made = Attention(
+        "batch_sequence_prefill_kv", "dense", heads, {"col_below": bound}, sm_scale=number(sm_scale, "sm_scale")
+    )
     return _built(made, device_of(target))
 
 
@@ -201,7 +207,9 @@ def _attention_sequence_prefill_with_mask(
         return kv_len - q_len + row + 1
 
     leaves = {"col_below": right} if mask_mode == "padded" else {"col_from": left, "col_below": causal}
-    made = Attention("batch_sequence_prefill_kv_masked", "dense_masked", heads, leaves, sm_scale=sm_scale)
+    made = Attention(
+        "batch_sequence_prefill_kv_masked", "dense_masked", heads, leaves, sm_scale=number(sm_scale, "sm_scale")
+    )
     return _built(made, device_of(target))
 
 
@@ -296,17 +304,18 @@ def _heads(
     d_qk: int,
     d_v: int,
     dtype: str,
-    page_size: int | None = None,
+    page_size: int = ENDLESS,
     sliding_window: bool = False,
     device: GpuTraits | None = None,
 ) -> Heads:
-    if h_kv < 1 or h_q % h_kv:
+    h_q, h_kv = integer(h_q, "h_q"), integer(h_kv, "h_kv")
+    d_qk, d_v = integer(d_qk, "d", most=MOST_DIM), integer(d_v, "d_v", most=MOST_DIM)
+    if h_q % h_kv:
         raise ShapeError(f"h_q: expected a multiple of h_kv ({h_kv}), got {h_q}")
     known = ("float32", "float16", "bfloat16") if device and device.int16 else ("float32", "float16")
     if dtype not in known:
         raise UnsupportedError(f"dtype: expected {' or '.join(known)} on this target, got {dtype}")
-    paged = {} if page_size is None else {"page_size": int(page_size)}
-    return Heads(h_q, h_kv, d_qk, d_v, dtype, sliding_window=sliding_window, **paged)
+    return Heads(h_q, h_kv, d_qk, d_v, dtype, integer(page_size, "page_size"), sliding_window)
 
 
 def _named(name: str, device: GpuTraits | None, sliding_window: bool = False) -> str:

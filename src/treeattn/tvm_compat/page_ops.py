@@ -10,8 +10,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import tvm
 from tvm.script import tirx as T
 
+from ..arrays import check_dtype
+from ..checks import integer
 from ..kernels.emit import (
     Buffer,
     Expr,
@@ -42,6 +45,7 @@ from .blocks import Lanes, over_blocks
 PARALLEL_BYTES = 512 * 1024
 """A launch on all threads costs what copying about as much on one does."""
 MOST_LANES = 128
+MOST_DIM = 2**16  # of a head: the text of a kernel grows with it
 
 
 def spread(
@@ -90,6 +94,9 @@ class Slots:
     def __init__(
         self, handle: Expr, halves: int, heads: int, page_size: Expr, d: int, dtype: str, device: GpuTraits | None
     ) -> None:
+        check_dtype(dtype, "dtype")
+        integer(heads, "num_heads"), integer(d, "head_dim", most=MOST_DIM)
+        integer(1 if isinstance(page_size, tvm.tirx.Var) else page_size, "page_size")
         shape = (symbol(), halves, heads, page_size, d) if halves == 2 else (symbol(), page_size, d)
         self.matched, self.dtype, self.device = matched(handle, shape, dtype, symbol("int64")), dtype, device
         self.halves, self.heads, self.page_size, self.d = halves, heads, page_size, d
@@ -141,6 +148,7 @@ def append(
 
 def fetch(name: str, layers: int, halves: int, heads: int, d: int, dtype: str, device: GpuTraits | None) -> PrimFunc:
     """``(pages, position_map, k, v, layer_id)``: gather a sequence's keys and values, for debugging."""
+    integer(layers, "num_hidden_layers")
 
     def body() -> None:
         pages, positions = tensor("var_pages"), tensor("var_position_map")
@@ -215,6 +223,9 @@ def merge(
     name: str, dtype: str, heads: int | None = None, d: int | None = None, device: GpuTraits | None = None
 ) -> PrimFunc:
     """``(v, s, v_other, s_other)``: merge a state into the first, in place; two empty states stay ``(0, -inf)``."""
+    check_dtype(dtype, "v_dtype")
+    for value, size_name in ((heads, "num_heads"), (d, "head_dim")):
+        integer(1 if value is None else value, size_name, most=MOST_DIM)
 
     def body() -> None:
         handles = [tensor(f"var_{name}") for name in ("v", "s", "v_other", "s_other")]
