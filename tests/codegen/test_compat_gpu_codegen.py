@@ -103,7 +103,7 @@ def test_barriers_stand_under_uniform_loops_and_branches(name):
     text = text_of(name, "opencl")
     around = frames_of(text, BARRIER)
     rotates = ATTENTION[name][-1] == {}
-    assert len(around) == 2 * BARRIERS + 1 if rotates else BARRIERS
+    assert len(around) == (2 * BARRIERS + 1 if rotates else BARRIERS)
     assert not [frame for frames in around for frame in frames if frame.divergent]
     of_kernels = [shared_bytes(kernel) for kernel in text.split("__kernel void")]
     assert max(of_kernels) <= 16 * 1024
