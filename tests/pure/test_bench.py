@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from treeattn.bench import limits
 from treeattn.bench.limits import Probe
 from treeattn.bench.measure import Result
 from treeattn.bench.report import records, write_csv
@@ -122,3 +123,9 @@ def test_csv_has_a_row_for_each_candidate_and_the_environment(tmp_path):
     assert rows[3]["over_treeattn"] == "2.0"
     assert rows[0]["numpy"] == np.__version__
     assert records([result()])[0]["compute"] == 0.5
+
+
+@pytest.mark.parametrize("probe", [limits.sgemm, limits.read])
+def test_probes_of_all_workloads_share_their_arrays(probe):
+    """Ninety results with arrays of their own would fill the memory of a small machine."""
+    assert probe(1) is probe(1)

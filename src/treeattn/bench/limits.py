@@ -1,7 +1,7 @@
 """What the machine can give: arithmetic (an sgemm) and memory (a read of more than its caches hold).
 
 A probe is timed in turns with the candidates, in the same process: only so is a fraction of a limit worth
-anything.
+anything. Results keep their probes, whose arrays are large, so all share the last one made.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ def torch_threads(threads: int) -> Any:
     return torch
 
 
+@lru_cache(maxsize=1)
 def sgemm(threads: int) -> Probe:
     """Arithmetic: a square float32 product, by torch where it is installed and by NumPy otherwise."""
     size, flop = SGEMM_SIZE, 2.0 * SGEMM_SIZE**3
@@ -64,6 +66,7 @@ def sgemm(threads: int) -> Probe:
     return Probe("sgemm", flop, f"numpy.matmul {size}, its own threads", lambda: np.matmul(x, y, out=z))
 
 
+@lru_cache(maxsize=1)
 def read(threads: int) -> Probe:
     """Memory: one pass over a large float32 array, by torch where it is installed and by NumPy otherwise."""
     size = READ_BYTES // 4
