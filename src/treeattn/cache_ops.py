@@ -67,7 +67,7 @@ def append(
         return
     pool = Pool(pages, writes=True)
     places = pool.places(check_slots(slots, pool.end, "slots", distinct=True) if check else slots)
-    pool.append(places, k, v, rope, positions)
+    pool.append(places, k, v, rope=rope, positions=positions)
 
 
 def copy_page(pages: Any, source: int, target: int, count: int | None = None) -> None:
@@ -183,7 +183,7 @@ class Pool:
     def places(self, slots: Any) -> Places:
         return np.divmod(to_numpy(slots, "slots").astype(np.int64, copy=False), self.page_size)
 
-    def append(self, places: Places, k: Any, v: Any = None, rope: Rope | None = None, positions: Any = None) -> None:
+    def append(self, places: Places, k: Any, v: Any = None, *, rope: Rope | None = None, positions: Any = None) -> None:
         """Do as `append` for places that are known to be the caller's own."""
         _check_latent(self.is_latent, v, rope)
         names = ("k",) if self.is_latent else ("k", "v")

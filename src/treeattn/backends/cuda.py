@@ -18,6 +18,7 @@ from ..arrays import View, check_dtype, numpy_dtype
 from ..devices import Device, DeviceArray, Program, itemsize
 from ..errors import CompileError, DTypeError, UnsupportedError
 from ..targets import GpuTraits
+from .llvm import ffi
 
 INSTALL = "install NVIDIA's driver and pip install 'treeattn[cuda]'"
 BLOCKS_EACH = 1  # per multiprocessor: splitting keys further costs more in partial states than it gains
@@ -76,9 +77,7 @@ def borrow(array: Any, name: str) -> View:
     UnsupportedError
         Rows whose elements are not neighbours.
     """
-    import tvm_ffi
-
-    tensor = tvm_ffi.from_dlpack(array)
+    tensor = ffi().from_dlpack(array)
     dtype = check_dtype(str(tensor.dtype), name)
     shape, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.strides))
     if shape and shape[-1] > 1 and strides[-1] != 1:

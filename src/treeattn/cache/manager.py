@@ -232,9 +232,9 @@ class PagedKVCache:
         (length, kept, dropped), layers = saved.read(_path_of(path), layout)
         sequence = CachedSequence(length=length, kept=kept, dropped=dropped)
         self._reserve([sequence], [-(-sequence.prefix_len // layout.page_size)], [])
-        slots = sequence.all_slots(layout.page_size)
-        for storage, arrays in zip(self._layers, layers, strict=True):
-            cache_ops.append(storage.pages, slots, *arrays, check=False)
+        places = self._pools[0].places(sequence.all_slots(layout.page_size))
+        for pool, arrays in zip(self._pools, layers, strict=True):
+            pool.append(places, *arrays)
         return self._name(sequence)
 
     # steps

@@ -64,8 +64,7 @@ class Step:
 
     @cached_property
     def _places(self) -> cache_ops.Places:
-        page, place = np.divmod(self.slots, self._layout.page_size)
-        return page, place
+        return self._pools[0].places(self.slots)
 
     def kv(self, layer: int) -> PagedKV | LatentKV:
         """Return a layer's keys and values with the page table of this step, for callers that plan themselves."""
@@ -101,7 +100,7 @@ class Step:
         index = self._index(layer)
         if self._layout.d_latent is None and v is None:
             raise ShapeError("v: expected the values of the new rows, got None")
-        self._pools[index].append(self._places, k, v, rope, self.positions)
+        self._pools[index].append(self._places, k, v, rope=rope, positions=self.positions)
         self._appended[index] = True
 
     def attention(

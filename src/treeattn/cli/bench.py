@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,7 +22,7 @@ def _writable(context: click.Context, parameter: click.Parameter, path: Path | N
     return path
 
 
-FILE = {"type": click.Path(path_type=Path), "callback": _writable}
+FILE: dict[str, Any] = {"type": click.Path(path_type=Path), "callback": _writable}
 QUICK, THOROUGH = (0.5, 4), (4.0, 20)  # seconds and rounds a measurement
 
 
@@ -36,20 +36,8 @@ QUICK, THOROUGH = (0.5, 4), (4.0, 20)  # seconds and rounds a measurement
     metavar="A,B",
     help="torch (sdpa, sdpa+gather, flex), tvm, numpy, none, ...; by default what goals name.",
 )
-@click.option(
-    "--csv",
-    "csv_file",
-    type=click.Path(path_type=Path),
-    callback=_writable,
-    help="Write all times, with versions and commit.",
-)
-@click.option(
-    "--plot",
-    "plot_file",
-    type=click.Path(path_type=Path),
-    callback=_writable,
-    help="Draw a roofline (needs matplotlib).",
-)
+@click.option("--csv", "csv_file", help="Write all times, with versions and commit.", **FILE)
+@click.option("--plot", "plot_file", help="Draw a roofline (needs matplotlib).", **FILE)
 @click.option("--threads", type=click.IntRange(min=1), help="Number of threads; by default all this process has.")
 @click.option("--quick", is_flag=True, help="Fewer samples: a look, not a figure to quote.")
 @click.option("--as-is", is_flag=True, help="Leave OpenMP's settings alone, so that its workers may spin.")

@@ -313,10 +313,7 @@ class FewRows:
         """Prefetch the values of the columns being scored, spread over the steps of the score tile."""
         columns, lines = self.keys_each, self.lines[1]
         each = -(-columns * lines // max(1, steps))
-        for i in range(each):
-            n = step * each + i
-            token = first + smaller(T.truncdiv(n, lines), columns - 1)
-            prefetch(self.args.v.data, walk.value[token] + i64(T.truncmod(n, lines) * (LINE // self.element)))
+        self._fetch(self.args.v.data, walk.value, first, (columns, lines), step * each, each)
 
     def _key_fetcher(self, walk: Walk, block: Block, visit: Expr) -> Callable[[Expr], None]:
         """Prefetch the keys of the next block, spread over the passes and steps of the sums."""
@@ -337,7 +334,11 @@ class FewRows:
 
     def _fetch_keys(self, walk: Walk, block: Block, first: Expr, count: int) -> None:
         """Prefetch lines ``first .. first + count`` of the keys of the next block."""
-        lines = self.lines[0]
-        for i in range(count):
-            token = block.following + smaller(T.truncdiv(first + i, lines), self.columns - 1)
-            prefetch(self.args.k.data, walk.key[token] + i64(T.truncmod(first + i, lines) * (LINE // self.element)))
+        self._fetch(self.args.k.data, walk.key, block.following, (self.columns, self.lines[0]), first, count)
+
+    def _fetch(self, data: Buffer, slots: Buffer, begin: Expr, size: tuple[int, int], first: Expr, count: int) -> None:
+        """Prefetch lines ``first .. first + count`` of ``size`` (columns, lines of each) vectors from ``begin`` on."""
+        columns, lines = size
+        for n in (first + i for i in range(count)):
+            token = begin + smaller(T.truncdiv(n, lines), columns - 1)
+            prefetch(data, slots[token] + i64(T.truncmod(n, lines) * (LINE // self.element)))

@@ -96,7 +96,8 @@ class Slots:
     ) -> None:
         check_dtype(dtype, "dtype")
         integer(heads, "num_heads"), integer(d, "head_dim", most=MOST_DIM)
-        integer(1 if isinstance(page_size, tvm.tirx.Var) else page_size, "page_size")
+        if not isinstance(page_size, tvm.tirx.Var):
+            integer(page_size, "page_size")
         shape = (symbol(), halves, heads, page_size, d) if halves == 2 else (symbol(), page_size, d)
         self.matched, self.dtype, self.device = matched(handle, shape, dtype, symbol("int64")), dtype, device
         self.halves, self.heads, self.page_size, self.d = halves, heads, page_size, d
@@ -225,7 +226,8 @@ def merge(
     """``(v, s, v_other, s_other)``: merge a state into the first, in place; two empty states stay ``(0, -inf)``."""
     check_dtype(dtype, "v_dtype")
     for value, size_name in ((heads, "num_heads"), (d, "head_dim")):
-        integer(1 if value is None else value, size_name, most=MOST_DIM)
+        if value is not None:
+            integer(value, size_name, most=MOST_DIM)
 
     def body() -> None:
         handles = [tensor(f"var_{name}") for name in ("v", "s", "v_other", "s_other")]
