@@ -93,13 +93,14 @@ def load(name: str) -> tuple[Model, Tokenizer]:
 
 def make_drafter(name: str, prompt: list[int], max_tokens: int) -> Drafter | None:
     """Return the drafter of a ``--draft`` value, for a prompt of so many tokens."""
+    from ..models.network import PAGE_SIZE
     from ..speculate.draft import ModelDrafter, NgramDrafter
 
     if name == "none":
         return None
     if name == "ngram":
         return NgramDrafter()
-    return ModelDrafter(load(name)[0], num_pages=(len(prompt) + max_tokens + 256) // 16 + 2)
+    return ModelDrafter(load(name)[0], num_pages=(len(prompt) + max_tokens + 256) // PAGE_SIZE + 2)
 
 
 def stream(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Step = Any
 """A step of `treeattn.PagedKVCache`: what ``begin`` returns."""
+PAGE_SIZE = 64
+"""Tokens a page of a model's cache: a head's keys of a page lie together, and runs of 4 KB read a quarter slower."""
 Angles = dict[Rope | None, tuple[Float32Array, Float32Array]]
 
 
@@ -54,7 +56,7 @@ class Model:
         self._output_norm = take.array("output_norm.weight", config.hidden_size)
         self._layers = [_Layer(config, layer, take) for layer in range(config.attention.num_layers)]
 
-    def new_cache(self, num_pages: int, page_size: int = 16, dtype: str = "float32") -> PagedKVCache:
+    def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE, dtype: str = "float32") -> PagedKVCache:
         """Return an empty cache of ``num_pages`` pages for this model's layers."""
         from ..cache.manager import PagedKVCache
 
