@@ -153,11 +153,10 @@ class FewRows:
         for accumulator in itertools.chain(*accumulators):
             put(accumulator, whole, zero(8))
         for dim, load in self._dims(functools.partial(self._fetch_values, walk, first)):
-            vectors = [load(keys, dim) for keys in shared]
-            for n, group in itertools.product(range(len(vectors[0])), groups):
-                query = let(self.queries[span(group * (d * 8) + (dim + n) * 8, 8)])
-                for keys, accumulator in zip(vectors, accumulators[group], strict=True):
-                    put(accumulator, whole, fma(query, keys[n], accumulator[whole], 8))
+            for i, keys in enumerate(shared):
+                for (n, key), group in itertools.product(enumerate(load(keys, dim)), groups):
+                    query, accumulator = self.queries[span(group * (d * 8) + (dim + n) * 8, 8)], accumulators[group][i]
+                    put(accumulator, whole, fma(query, key, accumulator[whole], 8))
         for group in groups:
             self._store_scores(group * self.lane_rows, [scores[whole] for scores in accumulators[group]], out)
 
