@@ -64,4 +64,5 @@ def test_the_command(capsys):
 
 def test_cuda_is_not_timed_here(capsys):
     assert main(["bench", "--target", "cuda", "-w", "verify"]) == 2
-    assert "--estimate" in capsys.readouterr().err
+    assert main(["bench", "--gpu", "h200", "-w", "verify"]) == 2
+    assert capsys.readouterr().err.count("--estimate") == 2

@@ -44,7 +44,7 @@ QUICK, THOROUGH = (0.5, 4), (4.0, 20)  # seconds and rounds a measurement
 @click.option("--list", "only_list", is_flag=True, help="List the workloads.")
 @click.option("--target", type=click.Choice(["llvm", "cuda"]), default="llvm", help="cuda: with --estimate only.")
 @click.option("--estimate", is_flag=True, help="Not measured: what a GPU must take, by plan and data sheet.")
-@click.option("--gpu", default="h200", type=click.Choice(["h200", "h100", "a100"]), help="The GPU of --estimate.")
+@click.option("--gpu", type=click.Choice(["h200", "h100", "a100"]), help="The GPU of --estimate; by default h200.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON records, one for each candidate.")
 def command(
     *,
@@ -59,16 +59,16 @@ def command(
     only_list: bool,
     target: str,
     estimate: bool,
-    gpu: str,
+    gpu: str | None,
     as_json: bool,
 ) -> int:
     """Time workloads in turns with an sgemm, a memory read and rivals, each checked before it is timed.
 
     Exit status 1 where a result is not attention; a missed goal is only shown.
     """
-    if estimate != (target == "cuda"):
+    if estimate != (target == "cuda") or (gpu and not estimate):
         raise click.UsageError(
-            "--target cuda needs --estimate, and the other way round; benchmarks/cuda_check.py times it"
+            "--target cuda, --estimate and --gpu go together: nothing is timed; benchmarks/cuda_check.py times a GPU"
         )
     from ..bench.timer import quiet_workers
 
@@ -82,7 +82,7 @@ def command(
         click.echo("\n".join(map(_describe, chosen)))
         return 0
     if estimate:
-        _estimate(chosen, dtypes, gpu, as_json)
+        _estimate(chosen, dtypes, gpu or "h200", as_json)
         return 0
     try:
         named = None if against is None else rivals.resolve(against.split(","))
