@@ -93,6 +93,10 @@ class Storage:
     def dtype(self) -> str:
         return self.pools.dtype
 
+    def __repr__(self) -> str:
+        shapes = (f"{name}={list(getattr(getattr(self, name), 'shape', ()))}" for name in self.data)
+        return f"{type(self).__name__}({', '.join(shapes)}, ...)"
+
     def validate(self) -> None:
         """Check every index a kernel will follow, in O(page table)."""
         raise NotImplementedError
@@ -105,7 +109,7 @@ class Storage:
         return replace(self, **arrays)  # type: ignore[type-var]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RaggedKV(Storage):
     """Keys and values of all sequences, one after another.
 
@@ -206,7 +210,7 @@ class PageTableStorage(Storage):
         _check_moves(table)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PagedKV(PageTableStorage):
     """Keys and values in pages of one pool.
 
@@ -260,7 +264,7 @@ class PagedKV(PageTableStorage):
         return pages
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LatentKV(PageTableStorage):
     """Compressed keys and values (MLA, absorbed form): one slot holds both, for all heads.
 

@@ -334,3 +334,10 @@ def test_kept_without_dropped_is_refused():
     kv = PagedKV(np.zeros((2, 2, 1, 4, 8), np.float32), [0, 1], [0], [2], kept=[1])
     with pytest.raises(ShapeError, match="kept: expected dropped beside it"):
         kv.validate()
+
+
+def test_repr_shows_shapes_not_elements():
+    """A pool has gigabytes, and a traceback may show it; wrong arrays are shown too."""
+    pages = np.zeros((4, 2, 1, 8, 16), "float16")
+    assert repr(PagedKV(pages, [0, 1], [3], [8])) == "PagedKV(pages=[4, 2, 1, 8, 16], ...)"
+    assert repr(RaggedKV(pages[0, 0], "junk", None)) == "RaggedKV(k=[1, 8, 16], v=[], ...)"
