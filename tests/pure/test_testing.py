@@ -1,6 +1,5 @@
 """The conformance kit itself: cases hold what they promise, and budget, guards and canaries notice faults."""
 
-import doctest
 import re
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import treeattn.testing
 from treeattn import reference
 from treeattn.errors import IndexRangeError, ShapeError, UnsupportedError
 from treeattn.masks import Batch as MaskBatch
@@ -421,7 +419,3 @@ def test_drawn_trees_are_trees(tree: TokenTree, seed: int, deep: bool) -> None:
 def test_kit_needs_no_hypothesis() -> None:
     code = "import sys; sys.modules['hypothesis'] = None; import treeattn.testing"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_doctest() -> None:
-    assert doctest.testmod(treeattn.testing).failed == 0

@@ -61,6 +61,16 @@ class NgramDrafter:
         Most nodes of a proposal, node 0 included.
     depth : int
         Most tokens in a row.
+
+    Its methods are those of `Drafter`.
+
+    Examples
+    --------
+    >>> drafter = NgramDrafter()
+    >>> drafter.add(0, [5, 6, 7, 8, 5, 6])  # sequence 0 begins with these tokens
+    >>> proposal = drafter.propose([0])[0]
+    >>> proposal.tokens, proposal.tree  # node 0 is the last token; 7, 8, 5, 6 followed it before
+    ([6, 7, 8, 5, 6], TokenTree.from_parents([-1, 0, 1, 2, 3]))
     """
 
     def __init__(self, most: int = 64, depth: int = 16) -> None:
