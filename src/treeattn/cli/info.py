@@ -84,7 +84,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         "cpu      {cpu}, {threads} threads for this process".format(**found),
     ]
     for name, traits in found["targets"].items():
-        lines.append(f"{name:8} " + ", ".join(f"{key} {value}" for key, value in traits.items()))
+        facts = ", ".join(f"{key} {value}" for key, value in traits.items() if key != "missing")
+        lines.append(f"{name:8} {facts or 'missing: ' + traits['missing']}")
     lines.append(f"compile  for {', '.join(found['compile'])}")
     lines.append(
         "cache    {folder}, {megabytes:.1f} MB".format(**found["cache"], megabytes=found["cache"]["bytes"] / 1e6)

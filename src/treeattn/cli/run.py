@@ -34,7 +34,7 @@ def command(
 
     case = load_case(case_file)
     if case.ignored:
-        click.echo(f"{case_file}: ignored {', '.join(case.ignored)} (no keys of a case file)", err=True)
+        click.echo(f"{case_file}: ignored {', '.join(case.ignored)} (not among the keys of a case file)", err=True)
     result, lse, seconds = _attend(case, target, threads)
     if out is not None:
         save_output(out, result, lse)

@@ -113,8 +113,8 @@ def choose(spec: KernelSpec, traits: GpuTraits, rows: int) -> AnyTile:
     reasons = {tile: tile.legal(spec, traits) for tile in TILES}
     legal = [tile for tile in TILES if not reasons[tile]]
     if not legal:
-        listed = "; ".join(f"{tile.rows} rows: {', '.join(why)}" for tile, why in reasons.items())
-        raise UnsupportedError(f"no tile for {spec} on {traits}: {listed}")
+        listed = "; ".join(dict.fromkeys(", ".join(why) for why in reasons.values()))
+        raise UnsupportedError(f"{traits.kind}: no kernel for q of {spec.q_dtype} with d {spec.d_qk}: {listed}")
     return next((tile for tile in legal if tile.rows >= rows), legal[-1])
 
 
