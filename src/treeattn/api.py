@@ -47,7 +47,7 @@ def attention(
     ----------
     q : Array
         ``[q_total, q_heads, d_qk]``, float32, float16 or bfloat16.
-    kv : RaggedKV or PagedKV
+    kv : RaggedKV, PagedKV or LatentKV
         Keys and values, the new tokens' own included.
     mask : Mask
         Which keys each row sees.
@@ -134,7 +134,7 @@ def plan(
 
     Parameters
     ----------
-    kv : RaggedKV or PagedKV
+    kv : RaggedKV, PagedKV or LatentKV
         The page table and the layout; the arrays of any layer with that layout.
     mask : Mask
         Which keys each row sees.

@@ -1,7 +1,7 @@
 """Attention through `PagedKVCache` against the float64 oracle over a plain record of what every path saw.
 
 `Engine` keeps, for every sequence, the keys and values it should hold and attends to them as ragged arrays: no page, no
-slot and no step of the cache is in the record. Faults of other caches are tests here, by the name CONTRACT.md gives.
+slot and no step of the cache is in the record. Faults of TVM's cache are tests here, by the names of docs/from-tvm.md.
 """
 
 from __future__ import annotations

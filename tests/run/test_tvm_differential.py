@@ -1,7 +1,7 @@
 """The factories of `treeattn.tvm_compat` against TVM's own of the same name.
 
 Same signature, same parameters of the `PrimFunc`; on inputs where TVM's kernels are right, both are within one budget
-of float64; and the inputs where TVM's are wrong (rows of CONTRACT.md), where ours must be right. ``theirs_fails`` says
+of float64; and where TVM's are wrong (the table in docs/from-tvm.md) ours must be right. ``theirs_fails`` says
 so of theirs too, so that the list stays true.
 """
 

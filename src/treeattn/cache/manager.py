@@ -220,7 +220,7 @@ class PagedKVCache:
         Raises
         ------
         SequenceFileError
-            A damaged or foreign file, or one of another layout.
+            A damaged or foreign file, or one of another layout; a TreeAttnError of `treeattn.cache.saved`.
         CacheFullError
             Not enough free pages.
         UnsupportedError
