@@ -81,4 +81,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*_HOME_OF, *globals()]
+    return [*{*_HOME_OF, *globals()}]

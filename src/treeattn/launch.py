@@ -35,7 +35,7 @@ class LayerCheck:
         wanted = (self.q_total, self.q_heads, self.pools.d_qk)
         if q.shape != wanted:
             raise ShapeError(
-                f"q: expected shape [q_total, q_heads, d_qk] = {list(wanted)} as planned, got {list(q.shape)}"
+                f"q: expected shape [q_total, q_heads, d_qk of k] = {list(wanted)} as planned, got {list(q.shape)}"
             )
         if q.dtype != self.q_dtype:
             raise DTypeError(
