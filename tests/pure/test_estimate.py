@@ -66,3 +66,13 @@ def test_cuda_is_not_timed_here(capsys):
     assert main(["bench", "--target", "cuda", "-w", "verify"]) == 2
     assert main(["bench", "--gpu", "h200", "-w", "verify"]) == 2
     assert capsys.readouterr().err.count("--estimate") == 2
+
+
+def test_a_narrow_terminal_cuts_no_column(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # standard output counts as a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["bench", "--target", "cuda", "--estimate", "-w", "verify*"])
+    shown = capsys.readouterr().out
+    assert "\x1b[" in shown
+    assert "…" not in shown
+    assert "verify-group1" in shown

@@ -202,7 +202,7 @@ def table(estimates: list[Estimate]) -> Table:
         f"{gpu.name}: {gpu.bytes_per_second / 1e12:.2f} TB/s, {gpu.flops / 1e12:.0f} TFLOP/s float16 dense, "
         f"{gpu.multiprocessors} multiprocessors ({gpu.source})"
     )
-    shown = Table("workload", "dtype", "tile", title=title, title_justify="left")
+    shown = Table("workload", "dtype", "tile", title=title, box=None, pad_edge=False, collapse_padding=True)
     counted, timed = (
         ("items", "blocks/SM", "memory MB", "L2 MB", "mma"),
         ("memory us", "mma us", "estimate us", "limit us"),

@@ -87,9 +87,8 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
 
 def table(results: Iterable[Result]) -> Table:
     """Give a line to each result: rates, fractions of the limits, speed-ups, goals."""
-    shown = Table(title="treeattn bench: useful work only; of sgemm and of a memory read timed in turns with it")
-    for heading in ("workload", "dtype"):
-        shown.add_column(heading, no_wrap=True)
+    title = "treeattn bench: useful work only; of sgemm and of a memory read timed in turns with it"
+    shown = Table("workload", "dtype", title=title, box=None, pad_edge=False, collapse_padding=True)
     for heading in ("ms", "GFLOP/s", "of sgemm", "GB/s", "of read"):
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("times faster than")

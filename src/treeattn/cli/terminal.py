@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 PATIENCE = 2.0  # seconds
 WIDE = 200  # columns; a file or a pipe has no width to keep to
+LEAST = 116  # columns; a narrower terminal folds the lines of a table, where rich would cut its columns away
 
 
 def console() -> Console:
@@ -21,8 +22,7 @@ def console() -> Console:
     from rich.console import Console
 
     found = Console(highlight=False)
-    if not found.is_terminal:
-        found.width = WIDE
+    found.width = max(found.width, LEAST) if found.is_terminal else WIDE
     return found
 
 
