@@ -21,7 +21,7 @@ def test_the_examples_run(capsys):
         exec(compile(text, str(README), "exec"), names)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "0"
-    assert printed[-3:] == ["(6, 32, 128)", "(6, 32)", str(names["accepted"])]
+    assert printed[-3:] == ["(6, 32, 128)", "(6, 32)", "Accepted(nodes=[0, 1, 4], tokens=[0, 2], bonus_token=5)"]
     assert names["cache"].length(names["seq"]) == len(names["accepted"].nodes)
 
 
