@@ -217,7 +217,4 @@ def _default_indptr(q_indptr: Any, q_total: int, num_seqs: int) -> Any:
 def _scale(sm_scale: Any, d_qk: int) -> float:
     if sm_scale is None:
         return 1.0 / math.sqrt(d_qk)
-    scale = number(sm_scale, "sm_scale")
-    if abs(scale) > LARGEST:
-        raise ShapeError(f"sm_scale: expected a number within {LARGEST:.1e}, got {sm_scale}; 1 / sqrt(d_qk) is usual")
-    return scale
+    return number(sm_scale, "sm_scale", LARGEST)

@@ -34,15 +34,15 @@ def integer(value: Any, name: str, least: int = 1, most: int = INT32_MAX) -> int
     return found
 
 
-def number(value: Any, name: str) -> float:
-    """Return a finite number as a float.
+def number(value: Any, name: str, most: float = math.inf) -> float:
+    """Return a finite number as a float, of a size up to ``most``.
 
     Raises
     ------
     DTypeError
         No number; a bool too.
     ShapeError
-        NaN, an infinity, or an integer beyond float64.
+        NaN, an infinity, an integer beyond float64, or a number beyond ``most``.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise DTypeError(f"{name}: expected a number, got {value!r:.60}")
@@ -52,12 +52,14 @@ def number(value: Any, name: str) -> float:
         found = math.inf
     if not math.isfinite(found):
         raise ShapeError(f"{name}: expected a finite number, got {found}")
+    if abs(found) > most:
+        raise ShapeError(f"{name}: expected a number within {most:.1e}, got {found}; float32 holds few larger ones")
     return found
 
 
-def positive(value: Any, name: str) -> float:
+def positive(value: Any, name: str, most: float = math.inf) -> float:
     """Return a finite number above 0 as a float; errors as in `number`."""
-    found = number(value, name)
+    found = number(value, name, most)
     if found <= 0:
         raise ShapeError(f"{name}: expected a number above 0, got {value}")
     return found

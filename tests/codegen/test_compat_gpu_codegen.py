@@ -122,6 +122,14 @@ def test_rope_inside_a_paged_tree_is_refused_where_it_would_bind_too_much():
     assert "rotary_mode 1 would" not in make("tree_attn_with_paged_kv_cache", "cuda").script()
 
 
+@pytest.mark.parametrize("d", [1, 45])
+def test_heads_of_an_odd_number_of_dims_have_no_kernel_for_rope(d):
+    made = tvm_compat.tree_attn(1, 2, d, "float32", {}, TARGETS["opencl"])
+    assert f"rotary_mode 1 turns pairs of dims, which {d} do not make" in made.script()
+    (device,) = tvm.tirx.build(tvm.IRModule({"main": made}), target=TARGETS["opencl"], pipeline="tirx").imports
+    assert device.inspect_source().count("__kernel void") == 2, "a declaration and a definition"
+
+
 def test_no_target_in_scope_means_the_cpu():
     function = tvm_compat._kv_cache_transpose_append(2, 64, DTYPE)
     assert "blockIdx" not in function.script()

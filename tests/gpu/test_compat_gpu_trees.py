@@ -55,8 +55,9 @@ def test_ragged_tree(dtype):
     function = tvm_launches.generated("tree_attn", *HEADS, dtype, "{}")
     case = Attention((6, 3, 5), (26, 10, 6), dtype, parents=TREES)
     tvm_launches.check(case, function, ragged_tree(case), (8, 9), case.rope_scalars)
-    case = Attention((6, 3, 5), (6, 3, 5), dtype, rotary=1, starts=(0, 31, 8), parents=TREES)
-    tvm_launches.check(case, function, ragged_tree(case), (8, 9), case.rope_scalars)
+    for kv_lens in ((6, 3, 5), (26, 10, 6)):
+        case = Attention((6, 3, 5), kv_lens, dtype, rotary=1, starts=(0, 31, 8), parents=TREES)
+        tvm_launches.check(case, function, ragged_tree(case), (8, 9), case.rope_scalars)
 
 
 @DTYPES

@@ -380,6 +380,26 @@ def test_ragged_tree_with_inline_rope(dtype):
     check_both(case, "tree_attn_cpu", (*HEADS, dtype, NONE), ragged_tree(case), (8, 9), case.rope_scalars)
 
 
+def test_ragged_tree_with_inline_rope_after_a_prefix():
+    """The root of the tree stands behind the prefix; theirs read past the positions."""
+    case = Attention((6, 3, 5), (26, 10, 6), rotary=1, starts=(0, 31, 8), parents=TREES)
+    args = (*HEADS, "float32", NONE)
+    case.check(call(OURS, "tree_attn_cpu", args, ragged_tree(case), (8, 9), case.rope_scalars), "ours")
+
+
+@pytest.mark.parametrize("d", [1, 45])
+def test_rope_turns_pairs_of_dims(d):
+    """Of an odd number of dims it is refused; theirs read the next head."""
+    rng, zero = np.random.default_rng(0), int32(0)
+    q, pages = normal(rng, 1, 2, d), normal(rng, 1, 2, 1, PAGE, d)
+    inputs = [q, pages, int32(0, 1), zero, int32(1), zero, zero, np.empty_like(q), normal(rng, 1, 2)]
+    args = (1, 2, d, "float32", False, NONE)
+    out = call(OURS, "_attention_decode_cpu", args, inputs, (7,), (0, 1.0, THETA, SM_SCALE))[0]
+    np.testing.assert_allclose(out[0], np.repeat(pages[:, 1, 0, 0], 2, axis=0), rtol=1e-6)
+    with pytest.raises(RuntimeError, match=f"rotary_mode 1 turns pairs of dims, which {d} do not make"):
+        call(OURS, "_attention_decode_cpu", args, inputs, (7,), (1, 1.0, THETA, SM_SCALE))
+
+
 @DTYPES
 @pytest.mark.parametrize("q_lens", [(6, 3, 5), (2, 1, 3)], ids=["one round", "a later round"])
 def test_paged_tree_after_a_prefix(dtype, q_lens):

@@ -5,14 +5,17 @@ Every function names its arguments in TVM's order; shapes are by name, so one ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tvm.script import tirx as T
 
-from ..kernels.emit import Buffer, Expr, i32, let, matched, scalar, symbol, tensor
+from ..checks import number
+from ..kernels.emit import Buffer, Expr, i32, let, matched, require, scalar, symbol, tensor
 from ..kernels.spec import KernelSpec
+from ..logits import LARGEST
 from .rotation import Rotation
 from .spans import SequenceRows
 
@@ -188,9 +191,18 @@ class Attention:
             moved=rope is not None or h.sliding_window,
         )  # fmt: skip
 
+    def rotates(self, call: Call, most_arrays: float = math.inf) -> bool:
+        """Return whether keys can be rotated as they are read; where they cannot, ``rotary_mode`` 1 is refused."""
+        arrays, d = sum(name not in SCALARS for name in call.values), self.heads.d_qk
+        reason = f"would bind {arrays} arrays, more than {most_arrays}" if arrays > most_arrays else ""
+        reason = reason or (f"turns pairs of dims, which {d} do not make" if d % 2 else "")
+        if self.rope and reason:
+            require(call["rotary_mode"] != 1, f"rotary_mode 1 {reason}")
+        return self.rope is not None and not reason
+
     def scale(self, call: Call) -> Expr:
         """Return ``sm_scale``."""
-        return call["sm_scale"] if self.sm_scale is None else T.float32(self.sm_scale)
+        return call["sm_scale"] if "sm_scale" in call else T.float32(number(self.sm_scale, "sm_scale", LARGEST))
 
     def sequence(self, call: Call, b: Expr, nodes: Nodes | None, *, moved: bool) -> SequenceRows:
         """Read a sequence's metadata."""
@@ -199,12 +211,12 @@ class Attention:
         tree_begin = let(call["tree_indptr"][b]) if nodes else i32(0)
         prefix_len = let(kv_len - (call["tree_indptr"][b + 1] - tree_begin)) if nodes else kv_len
         page_begin = let(call["page_indptr"][b]) if "page_indptr" in call else b
-        moves = _moves(call, b, q_begin, q_len, nodes) if moved else None
 
         def bounds(row: Expr) -> list[Expr]:
             return [bound(call, b, row, q_len, kv_len) for bound in self.leaves.values()]
 
-        return SequenceRows(q_begin, q_len, kv_len, page_begin, prefix_len, bounds, tree_begin, moves)
+        seq = SequenceRows(q_begin, q_len, kv_len, page_begin, prefix_len, bounds, tree_begin)
+        return replace(seq, moves=_moves(call, b, seq, nodes)) if moved else seq
 
 
 def is_above(tree: Buffer, above: Expr, node: Expr) -> Expr:
@@ -212,14 +224,15 @@ def is_above(tree: Buffer, above: Expr, node: Expr) -> Expr:
     return T.And(tree[above, 0] < tree[node, 0], tree[node, 0] < tree[above, 1])
 
 
-def _moves(call: Call, b: Expr, q_begin: Expr, q_len: Expr, nodes: Nodes | None) -> tuple[Expr, Expr, Expr, Expr]:
+def _moves(call: Call, b: Expr, seq: SequenceRows, nodes: Nodes | None) -> tuple[Expr, Expr, Expr, Expr]:
     """Position of column 0, and where a sliding window's columns lie."""
     zero = i32(0)
     if "k_rope_pos_offset" in call:
         begin = let(call["k_rope_pos_offset"][b])
     elif nodes:  # a ragged tree: its first query tells where its root stands
-        first = let(call["tree_indptr"][b + 1] - q_len)
-        begin = let(T.if_then_else(q_len > 0, call["q_rope_position"][q_begin] - nodes.depth(b, T.max(first, 0)), zero))
+        first = let(call["tree_indptr"][b + 1] - seq.q_len)
+        place = seq.prefix_len + nodes.depth(b, T.max(first, 0))
+        begin = let(T.if_then_else(seq.q_len > 0, call["q_rope_position"][seq.q_begin] - place, zero))
     else:
         begin = zero
     if not call.heads.sliding_window:

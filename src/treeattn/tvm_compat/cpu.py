@@ -20,22 +20,23 @@ LOW_ROWS = 128  # of the angle tables, which are filled at every call
 
 def attention_function(made: Attention, config: Sizes) -> PrimFunc:
     """Build an attention function for a tile configuration."""
-    spec, heads = made.spec(rotated=True), made.heads
 
     def body() -> None:
-        call = Call(made.kind, heads)
-        nodes = _Nodes(call, made.rope) if "tree" in made.leaves else None
+        call = Call(made.kind, made.heads)
+        rope = made.rope if made.rotates(call) else None
+        spec = made.spec(rotated=rope is not None)
+        nodes = _Nodes(call, rope) if "tree" in made.leaves else None
 
         def read(b: Expr) -> SequenceRows:
             return made.sequence(call, b, nodes, moved=spec.moved)
 
         if nodes:
             nodes.emit()
-        source = Source(call.num_seqs, call.q_total, read, heads.kv_heads, heads.group)
+        source = Source(call.num_seqs, call.q_total, read, call.heads.kv_heads, call.heads.group)
         plan = InlinePlan(spec, config, source, list(made.leaves))
         plan.emit()
         values = plan.arrays | _memory(call) | {"sm_scale": made.scale(call)}
-        values |= _rotation(made.rope, call) if made.rope else {}
+        values |= _rotation(rope, call) if rope else {}
         values["nodes"] = nodes.table if nodes else values["bounds"]
         run_items(InlineArguments(spec, config, values))
 

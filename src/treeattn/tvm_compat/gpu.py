@@ -7,7 +7,9 @@ read (``rotary_mode``) have a kernel of their own, which the host chooses: the o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tvm.script import tirx as T
@@ -27,7 +29,6 @@ from ..kernels.emit import (
     prim_func,
     private,
     put,
-    require,
     shared,
     smaller,
     when,
@@ -43,7 +44,7 @@ from ..kernels.walk import SPAN_FIELDS, Moves, Tile
 from ..schedules.gpu import choose
 from ..schedules.mma import MmaTile
 from ..targets import GpuTraits
-from .attention import SCALARS, SIGNATURES, Attention, Call, is_above, strides, value_offset
+from .attention import Attention, Call, is_above, strides, value_offset
 from .blocks import held, over_blocks
 from .rotation import TURN, Rotation, constants, cos_sin_of_turns
 from .spans import MOST_SPANS, store_spans, tile_spans
@@ -63,21 +64,14 @@ def attention_function(made: Attention, traits: GpuTraits) -> PrimFunc:
     UnsupportedError
         No tile is legal for its dimensions; the message gives the reasons.
     """
-    arrays = sum(name not in SCALARS for name in SIGNATURES[made.kind])
 
     def body() -> None:
         call = Call(made.kind, made.heads)
-        if made.rope is None:
-            _launch(made, call, traits, rotated=False)
-        elif arrays > MOST_BINDINGS.get(traits.kind, arrays):
-            require(call["rotary_mode"] != 1, f"rotary_mode 1 would bind {arrays} arrays, more than {traits.kind} may")
-            _launch(made, call, traits, rotated=False)
+        plain, turning = (partial(_launch, made, call, traits, rotated=rotated) for rotated in (False, True))
+        if made.rotates(call, MOST_BINDINGS.get(traits.kind, math.inf)):
+            either(call["rotary_mode"] == 1, turning, plain)
         else:
-            either(
-                call["rotary_mode"] == 1,
-                lambda: _launch(made, call, traits, rotated=True),
-                lambda: _launch(made, call, traits, rotated=False),
-            )
+            plain()
 
     return prim_func(made.name, body)
 

@@ -12,6 +12,7 @@ from tvm.script import tirx as T
 from ..checks import integer, positive
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..kernels.emit import Expr, f32, let, private, put
+from ..logits import LARGEST
 
 TURN = 0.5 / math.pi
 
@@ -126,7 +127,7 @@ def original_length(scaling: Mapping[str, Any]) -> int:
 
 
 def _value(scaling: Mapping[str, Any], key: str) -> float:
-    return positive(_entry(scaling, key), f"rope_scaling[{key!r}]")
+    return positive(_entry(scaling, key), f"rope_scaling[{key!r}]", LARGEST)
 
 
 def _entry(scaling: Mapping[str, Any], key: str) -> Any:
