@@ -15,7 +15,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ..arrays import INT32_MAX
-from ..checks import integer, number
+from ..checks import integer
 from ..errors import ShapeError, UnsupportedError
 from ..kernels.emit import Expr, i32
 from ..schedules.tiles import TILES, TileConfig
@@ -25,8 +25,8 @@ from .attention import ENDLESS, Attention, Call, Heads
 from .fused_rope import SplitRotary
 from .page_ops import MOST_DIM
 from .rotation import rotation
+from .target import check_dtype, device_of, in_scope
 from .target import check_thread_limits as check_thread_limits
-from .target import device_of, in_scope
 from .target import get_max_num_threads_per_block as get_max_num_threads_per_block
 
 PAGE_SIZE = 16
@@ -108,7 +108,8 @@ def _attention_prefill_mla(
 ) -> Any:
     """Prefill and decode over compressed keys and values (MLA, absorbed form)."""
     device = device_of(target)
-    heads = _heads(h_q, 1, d_latent + d_rope, d_latent, dtype, page_size, sliding_window, device)
+    d_qk = integer(d_latent, "d_latent", most=MOST_DIM) + integer(d_rope, "d_rope", 0)
+    heads = _heads(h_q, 1, d_qk, d_latent, dtype, page_size, sliding_window, device)
     name = "batch_prefill_paged_kv_mla" + ("_sliding_window" if sliding_window else "")
     return _built(Attention(name, "latent", heads, {"col_below": _causal}), device)
 
@@ -179,12 +180,8 @@ def _attention_sequence_prefill(
     """Prefill of a dense batch."""
     heads = _heads(h_q, h_kv, d, d, dtype)
 
-    def bound(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
-        return kv_len - q_len + row + 1 if causal else kv_len
-
-    made = Attention(
-        "batch_sequence_prefill_kv", "dense", heads, {"col_below": bound}, sm_scale=number(sm_scale, "sm_scale")
-    )
+    leaves = {"col_below": _diagonal} if causal else {"full": _nothing}
+    made = Attention("batch_sequence_prefill_kv", "dense", heads, leaves, sm_scale=sm_scale)
     return _built(made, device_of(target))
 
 
@@ -203,13 +200,8 @@ def _attention_sequence_prefill_with_mask(
         valid = call["valid_lens"][b]
         return T.if_then_else(row >= q_len - valid, kv_len - valid, kv_len)
 
-    def causal(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
-        return kv_len - q_len + row + 1
-
-    leaves = {"col_below": right} if mask_mode == "padded" else {"col_from": left, "col_below": causal}
-    made = Attention(
-        "batch_sequence_prefill_kv_masked", "dense_masked", heads, leaves, sm_scale=number(sm_scale, "sm_scale")
-    )
+    leaves = {"col_below": right} if mask_mode == "padded" else {"col_from": left, "col_below": _diagonal}
+    made = Attention("batch_sequence_prefill_kv_masked", "dense_masked", heads, leaves, sm_scale=sm_scale)
     return _built(made, device_of(target))
 
 
@@ -294,7 +286,7 @@ def llama_rope_with_position_map(
 ) -> Any:
     """Split fused q, k, v and rotate q and k by position."""
     heads, d = {"q": num_q_heads, "k": num_kv_heads, "v": num_kv_heads}, head_dim
-    given = theta, scale, d, heads, dtype, rope_scaling, rotary_dim or d
+    given = theta, scale, d, heads, dtype, rope_scaling, d if rotary_dim is None else rotary_dim
     return in_scope(lambda device: SplitRotary(*given, device).function("fused_rope"))
 
 
@@ -312,9 +304,7 @@ def _heads(
     d_qk, d_v = integer(d_qk, "d", most=MOST_DIM), integer(d_v, "d_v", most=MOST_DIM)
     if h_q % h_kv:
         raise ShapeError(f"h_q: expected a multiple of h_kv ({h_kv}), got {h_q}")
-    known = ("float32", "float16", "bfloat16") if device and device.int16 else ("float32", "float16")
-    if dtype not in known:
-        raise UnsupportedError(f"dtype: expected {' or '.join(known)} on this target, got {dtype}")
+    check_dtype(dtype, "dtype", device, ("float32", "float16"))
     return Heads(h_q, h_kv, d_qk, d_v, dtype, integer(page_size, "page_size"), sliding_window)
 
 
@@ -333,7 +323,11 @@ def _built(made: Attention, device: GpuTraits | None) -> Any:
 
 
 def _causal(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
-    return T.if_then_else(call["causal"] > 0, kv_len - q_len + row + 1, kv_len)
+    return T.if_then_else(call["causal"] > 0, _diagonal(call, b, row, q_len, kv_len), kv_len)
+
+
+def _diagonal(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:
+    return kv_len - q_len + row + 1
 
 
 def _nothing(call: Call, b: Expr, row: Expr, q_len: Expr, kv_len: Expr) -> Expr:

@@ -9,9 +9,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ..arrays import DTYPES
 from ..checks import integer, positive
-from ..errors import DTypeError, ShapeError
+from ..errors import ShapeError
 from ..kernels.emit import (
     Buffer,
     Expr,
@@ -36,11 +35,12 @@ from ..kernels.emit import (
     when,
 )
 from ..kernels.gpu.arguments import extent_of
+from ..logits import LARGEST
 from ..targets import GpuTraits
 from .blocks import Lanes
 from .page_ops import copy, elements, spread
 from .rotation import TURN, Rotation, constants, cos_sin_of_turns, original_length, rotation
-from .target import angle_dtype
+from .target import angle_dtype, check_dtype
 
 Turn = Callable[[Expr], tuple[Expr, Expr]]
 """Cosine and sine of a pair, as float32."""
@@ -63,12 +63,11 @@ class SplitRotary:
     device: GpuTraits | None
 
     def __post_init__(self) -> None:
-        positive(self.theta, "theta"), positive(self.scale, "scale")
+        positive(self.theta, "theta", LARGEST), positive(self.scale, "scale", LARGEST)
         if integer(self.rotary_dim, "rotary_dim", most=integer(self.d, "head_dim")) % 2:
             raise ShapeError(f"rotary_dim: expected an even number, got {self.rotary_dim}; pairs of dims turn together")
         integer(self.heads["q"], "num_q_heads"), integer(self.heads["k"], "num_kv_heads", 0)
-        if self.dtype not in DTYPES:
-            raise DTypeError(f"dtype: expected {', '.join(DTYPES)}, got {self.dtype!r:.60}")
+        check_dtype(self.dtype, "dtype", self.device)
         _ = self._rotation
 
     def function(self, name: str) -> PrimFunc:

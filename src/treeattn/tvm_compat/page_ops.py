@@ -13,7 +13,6 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from ..arrays import check_dtype
 from ..checks import integer
 from ..kernels.emit import (
     Buffer,
@@ -41,6 +40,7 @@ from ..kernels.softmax import MASKED
 from ..kernels.vectors import pieces
 from ..targets import GpuTraits
 from .blocks import Lanes, over_blocks
+from .target import check_dtype
 
 PARALLEL_BYTES = 512 * 1024
 """A launch on all threads costs what copying about as much on one does."""
@@ -94,7 +94,7 @@ class Slots:
     def __init__(
         self, handle: Expr, halves: int, heads: int, page_size: Expr, d: int, dtype: str, device: GpuTraits | None
     ) -> None:
-        check_dtype(dtype, "dtype")
+        check_dtype(dtype, "dtype", device)
         integer(heads, "num_heads"), integer(d, "head_dim", most=MOST_DIM)
         if not isinstance(page_size, tvm.tirx.Var):
             integer(page_size, "page_size")
@@ -224,7 +224,7 @@ def merge(
     name: str, dtype: str, heads: int | None = None, d: int | None = None, device: GpuTraits | None = None
 ) -> PrimFunc:
     """``(v, s, v_other, s_other)``: merge a state into the first, in place; two empty states stay ``(0, -inf)``."""
-    check_dtype(dtype, "v_dtype")
+    check_dtype(dtype, "v_dtype", device)
     for value, size_name in ((heads, "num_heads"), (d, "head_dim")):
         if value is not None:
             integer(value, size_name, most=MOST_DIM)

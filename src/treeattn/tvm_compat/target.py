@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import tvm
 
+from ..arrays import DTYPES
+from ..checks import integer
 from ..errors import UnsupportedError
 from ..targets import ARCHS, GPUS, GpuTraits
 
@@ -50,7 +52,10 @@ def device_of(target: Any) -> GpuTraits | None:
     """
     if target is None:
         return None
-    target = target if isinstance(target, tvm.target.Target) else tvm.target.Target(target)
+    try:
+        target = target if isinstance(target, tvm.target.Target) else tvm.target.Target(target)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(f"target: expected a target of TVM, got {target!r:.60}: {error}") from None
     kind = target.kind.name
     if kind in CPU_KINDS:
         return None
@@ -60,10 +65,17 @@ def device_of(target: Any) -> GpuTraits | None:
     arch = attrs.get(ARCHS[kind][0]) if kind in ARCHS else None
     return replace(
         traits,
-        threads=get_max_num_threads_per_block(target),
+        threads=integer(get_max_num_threads_per_block(target), "target: max_num_threads"),
         shared_bytes=int(attrs.get("max_shared_memory_per_block") or traits.shared_bytes),
         arch=str(arch or traits.arch),
     )
+
+
+def check_dtype(dtype: Any, name: str, device: GpuTraits | None, on_cpu: Sequence[str] = tuple(DTYPES)) -> None:
+    """Refuse a dtype that is not offered on a device, or on CPUs is not in ``on_cpu``."""
+    known = on_cpu if device is None else [dtype for dtype in DTYPES if device.int16 or dtype != "bfloat16"]
+    if dtype not in known:
+        raise UnsupportedError(f"{name}: expected {' or '.join(known)} on this target, got {dtype!r:.60}")
 
 
 def in_scope(make: Callable[[GpuTraits | None], Any]) -> Any:
