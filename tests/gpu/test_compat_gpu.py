@@ -11,12 +11,10 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-import tvm
 import tvm_launches
 from test_tvm_differential import DTYPES, HEADS, PAGE, Attention, everything, int32, windowed
 
 from treeattn import tvm_compat
-from treeattn.errors import UnsupportedError
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="CUDA text runs on the CPU by way of g++")
 LENGTHS = (7, 1, 0, 20, 2), (20, 1, 5, 37, 2)
@@ -43,6 +41,31 @@ def test_arrays_that_begin_anywhere():
     inputs = [case.q, case.q_indptr, *case.paged(), zeros, case.positions, *case.empty, 1, *case.rope_scalars]
     for skips, shift in (((), 1), (((2, 5), (7, 1)), 0), (((2, 8),), 0)):
         case.check(tvm_launches.run(function, inputs, (8, 9), skips, shift), "on fibers")
+
+
+def test_offsets_past_2_31_elements(tmp_path):
+    """T1, on both templates, and by what moves tokens."""
+    case = Attention(LENGTHS[0], LENGTHS[1], "float16")
+    near, page_indptr, ids, last = case.paged()
+    first = 2**31 // near[0].size + 1
+    pages = np.memmap(tmp_path / "pool", np.float16, "w+", shape=(first + len(near), *near.shape[1:]))  # sparse
+    pages[first:] = near
+    zeros = np.zeros(5, np.int32)
+    inputs = [case.q, case.q_indptr, pages, page_indptr, ids + np.int32(first), last, zeros, case.positions]
+    for arch in ("sm_75", "sm_80"):
+        for_target = tvm_launches.target(arch)
+        function = tvm_launches.build(
+            tvm_compat._attention_prefill(*HEADS, "float16", False, {}, for_target), for_target
+        )
+        case.check(tvm_launches.run(function, [*inputs, *case.empty, 1, *case.rope_scalars], (8, 9)), arch)
+    source, target = (first + len(near) - 1) * PAGE, first * PAGE
+    function = tvm_launches.build(tvm_compat._compact_kv_copy(*near.shape[2::2], "float16", for_target), for_target)
+    tvm_launches.run(
+        function,
+        [pages, int32(0, 3), int32(*range(source, source + 3), *range(target, target + 3)).reshape(2, 3), 1],
+        (),
+    )
+    np.testing.assert_array_equal(pages[first, :, :, :3], near[-1, :, :, :3])
 
 
 @DTYPES
@@ -112,5 +135,3 @@ def test_bfloat16():
     )
     np.testing.assert_allclose(got[0].astype(np.float32), want[0], rtol=2**-7, atol=2**-8)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
-    with pytest.raises(UnsupportedError, match="float32 or float16 on this target, got bfloat16"):
-        tvm_compat.tree_attn(*HEADS, "bfloat16", {}, tvm.target.Target("webgpu"))

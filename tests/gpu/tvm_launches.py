@@ -40,16 +40,15 @@ class OnDevice:
     """A NumPy array that says it is in a device's memory.
 
     ``skip`` elements of its memory come before it; that memory begins ``shift`` elements after a multiple of 256 bytes.
+    An array of over a GiB is sparse: it is not copied.
     """
 
     def __init__(self, array, skip=0, shift=0, kind="cuda"):
         item = array.itemsize
-        memory = np.empty(array.nbytes + (skip + shift) * item + 256, np.uint8)
-        start = -memory.ctypes.data % 256 + shift * item
-        self.whole = memory[start : start + array.nbytes + skip * item].view(array.dtype)
-        self.whole[:skip] = 0
-        self.array = self.whole[skip:].reshape(array.shape)
-        self.array[...] = array
+        if array.nbytes > 2**30:
+            self.whole = self.array = array
+        else:
+            self._copy(array, skip, shift)
         self.device = DEVICES[kind], 0
         self.shape = (ctypes.c_int64 * max(array.ndim, 1))(*array.shape)
         kind = CODES[array.dtype.kind], item * 8, 1
@@ -58,6 +57,15 @@ class OnDevice:
                 self.whole.ctypes.data, *self.device, array.ndim, *kind, ctypes.addressof(self.shape), None, skip * item
             )
         )
+
+    def _copy(self, array, skip, shift):
+        item = array.itemsize
+        memory = np.empty(array.nbytes + (skip + shift) * item + 256, np.uint8)
+        start = -memory.ctypes.data % 256 + shift * item
+        self.whole = memory[start : start + array.nbytes + skip * item].view(array.dtype)
+        self.whole[:skip] = 0
+        self.array = self.whole[skip:].reshape(array.shape)
+        self.array[...] = array
 
     def __dlpack__(self, **_):
         new = ctypes.pythonapi.PyCapsule_New
