@@ -18,7 +18,7 @@ from treeattn import tvm_compat
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="CUDA text runs on the CPU by way of g++")
 LENGTHS = (7, 1, 0, 20, 2), (20, 1, 5, 37, 2)
-WITH_EMPTY = (7, 0, 0, 1), (20, 4, 0, 33)
+WITH_EMPTY = (0, 7, 0, 1), (4, 20, 0, 33)
 
 
 @DTYPES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm_cache
@@ -41,7 +42,7 @@ def same_bits(*args, **options):
 def test_append(dtype):
     rng = np.random.default_rng(0)
     k, v = (normal(rng, 12, H_KV, D, dtype=dtype) for _ in range(2))
-    where = rng.permutation(9 * PAGE)[:12].astype(np.int32)
+    where = np.append(0, 1 + rng.permutation(9 * PAGE - 1)[:11]).astype(np.int32)
     where[[2, 7]] = -1  # not kept
     before = pool(dtype)
     (after,) = same_bits("_kv_cache_transpose_append", (H_KV, D, dtype), [before, k, v, where], (0,), ())
@@ -128,7 +129,8 @@ LONGROPE = {"rope_type": "longrope", "max_position_embeddings": 4096, "original_
 @pytest.mark.parametrize("scaling", [*SCALINGS, "longrope"])
 def test_split_and_rotate(scaling):
     """To position 300,000: angles are double, whole turns are dropped, the rest is float32."""
-    rng, tokens, dtype = np.random.default_rng(0), 11, "float16" if scaling == "gptj" else "float32"
+    rng, tokens = np.random.default_rng(0), 11
+    dtype = {"gptj": "float16", "llama3": "bfloat16"}.get(scaling, "float32")
     rotary_dim = D if scaling in ("default", "longrope") else 32
     qkv = normal(rng, tokens, H_Q + 2 * H_KV, D, dtype=dtype)
     positions = rng.integers(0, 300_000, tokens).astype(np.int32)
@@ -145,7 +147,8 @@ def test_split_and_rotate(scaling):
         cpu = tvm_cache.build(tvm_compat, "llama_rope_with_position_map", *args)
         tensors = [tvm_cache.tvm.runtime.tensor(array) for array in inputs]
         cpu(*tensors, *scalars)
-        atol = 4 * (np.finfo(dtype).eps + np.finfo(np.float32).eps) * np.abs(qkv).max()
+        eps = float(ml_dtypes.finfo(dtype).eps) + np.finfo(np.float32).eps
+        atol = 4 * eps * np.abs(qkv.astype(float)).max()
         for one, other in zip(got, (tensor.numpy() for tensor in tensors[2:5]), strict=True):
             np.testing.assert_allclose(one.astype(float), other.astype(float), atol=atol, rtol=0)
         np.testing.assert_array_equal(got[2], qkv[:, H_Q + H_KV :])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm
@@ -481,6 +482,20 @@ def test_split_and_rotate(dtype, rotary_dim, scaling):
             )
 
 
+@pytest.mark.parametrize("rotary_dim", [D, 32])
+def test_split_and_rotate_bfloat16(rotary_dim):
+    """As the same numbers in float32, rounded once."""
+    rng, tokens, results = np.random.default_rng(0), 11, []
+    qkv, positions = normal(rng, tokens, H_Q + 2 * H_KV, D, dtype=ml_dtypes.bfloat16), int32(*range(tokens))
+    for dtype in (ml_dtypes.bfloat16, np.float32):
+        parts = [np.zeros((tokens, n, D), dtype) for n in (H_Q, H_KV, H_KV)]
+        args = (THETA, 1.0, D, H_Q, H_KV, np.dtype(dtype).name, NONE, rotary_dim)
+        inputs = [qkv.astype(dtype), positions, *parts]
+        results.append(call(OURS, "llama_rope_with_position_map", args, inputs, (2, 3, 4), (1,)))
+    for low, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(low, want.astype(ml_dtypes.bfloat16))
+
+
 @DTYPES
 @pytest.mark.parametrize("tokens", [5, 60], ids=["short", "long"])
 def test_longrope(dtype, tokens):
@@ -520,7 +535,7 @@ def pool(dtype, pages=9):
 def test_append(dtype):
     rng = np.random.default_rng(0)
     k, v = (normal(rng, 12, H_KV, D, dtype=dtype) for _ in range(2))
-    where = rng.permutation(9 * PAGE)[:12].astype(np.int32)
+    where = np.append(0, 1 + rng.permutation(9 * PAGE - 1)[:11]).astype(np.int32)
     where[[2, 7]] = -1  # not kept
     same_bits("_kv_cache_transpose_append", (H_KV, D, dtype), [pool(dtype), k, v, where], (0,), ())
     kv, pages = normal(rng, 12, 80, dtype=dtype), normal(rng, 9, PAGE, 80, dtype=dtype)

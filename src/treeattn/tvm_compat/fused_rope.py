@@ -18,7 +18,6 @@ from ..kernels.emit import (
     allocate,
     barrier,
     f32,
-    flattened,
     i32,
     i64,
     let,
@@ -34,11 +33,10 @@ from ..kernels.emit import (
     tensor,
     when,
 )
-from ..kernels.gpu.arguments import extent_of
 from ..logits import LARGEST
 from ..targets import GpuTraits
 from .blocks import Lanes
-from .page_ops import copy, elements, spread
+from .page_ops import copy, elements, spread, stored
 from .rotation import TURN, Rotation, constants, cos_sin_of_turns, original_length, rotation
 from .target import angle_dtype, check_dtype
 
@@ -163,22 +161,21 @@ class SplitRotary:
         self, matches: dict[str, Buffer], part: str, token: Expr, head: Expr, turn: Turn, lanes: Lanes | None
     ) -> None:
         """Copy a vector of a part, rotated unless it is a value."""
-        extent = extent_of(self.device)
-        qkv, out = (flattened(matches[name], self.dtype, extent=extent) for name in ("qkv", part))
+        qkv, out = (stored(matches[name], self.dtype, self.device) for name in ("qkv", part))
         fused = sum(self.heads.values())
         source = let((i64(token) * fused + i64(self._firsts[part] + head)) * self.d)
         target = let((i64(token) * self.heads[part] + i64(head)) * self.d)
         if part == "v":
-            copy(qkv, source, out, target, self.d, lanes)
+            copy(qkv.buffer, source, out.buffer, target, self.d, lanes)
             return
         half = self.rotary_dim // 2
         with elements(half, lanes) as pair:
             places = (pair, pair + half) if self._rotation.style == "neox" else (2 * pair, 2 * pair + 1)
             cos, sin = (let(value) for value in turn(pair))
-            x, y = (let(T.cast(qkv[source + i64(place)], "float32")) for place in places)
+            x, y = (let(qkv[source + i64(place)]) for place in places)
             for place, value in zip(places, (x * cos - y * sin, y * cos + x * sin), strict=True):
-                put(out, target + i64(place), value.astype(self.dtype))
+                out.store(target + i64(place), value)
         if self.d > self.rotary_dim:
             with elements(self.d - self.rotary_dim, lanes) as rest:
                 at = let(i64(self.rotary_dim + rest))
-                put(out, target + at, qkv[source + at])
+                put(out.buffer, target + at, qkv.buffer[source + at])

@@ -36,11 +36,12 @@ from ..kernels.emit import (
     when,
 )
 from ..kernels.gpu.arguments import extent_of
+from ..kernels.gpu.elements import Elements, declared
 from ..kernels.softmax import MASKED
 from ..kernels.vectors import pieces
 from ..targets import GpuTraits
 from .blocks import Lanes, over_blocks
-from .target import check_dtype
+from .target import CPU, check_dtype
 
 PARALLEL_BYTES = 512 * 1024
 """A launch on all threads costs what copying about as much on one does."""
@@ -88,6 +89,12 @@ def copy(source: Buffer, start: Expr, target: Buffer, at: Expr, size: int, lanes
         put(target, span(at + i64(whole + offset), width), source[span(start + i64(whole + offset), width)])
 
 
+def stored(buffer: Buffer, dtype: str, device: GpuTraits | None) -> Elements:
+    """See a matched buffer as a flat one; bfloat16 as bits, which TVM would take for numbers in such a view."""
+    traits = device or CPU
+    return Elements(flattened(buffer, declared(dtype, traits), extent=extent_of(device)), dtype, traits)
+
+
 class Slots:
     """A pool of pages ``[num_pages, halves, heads, page_size, d]``, addressed by slot; MLA has one half, one head."""
 
@@ -106,7 +113,7 @@ class Slots:
     @property
     def data(self) -> Buffer:
         """The pool as a flat buffer, to be asked for when all arguments are matched."""
-        return flattened(self.matched, self.dtype, extent=extent_of(self.device))
+        return stored(self.matched, self.dtype, self.device).buffer
 
     def place(self, slot: Expr) -> tuple[Expr, Expr]:
         """Return a slot's page, and its place on it."""
@@ -139,7 +146,7 @@ def append(
             with when(slot != -1):
                 place = pool.place(slot)
                 for half, buffer in enumerate(matches):
-                    new = flattened(buffer, dtype, extent=extent_of(device))
+                    new = stored(buffer, dtype, device).buffer
                     copy(new, let(i64(i) * d), pool.data, pool.row(place, half, head), d, lanes)
 
         spread(device, tokens * heads, d, row, tokens * heads * pool.row_bytes)
@@ -166,7 +173,7 @@ def fetch(name: str, layers: int, halves: int, heads: int, d: int, dtype: str, d
             place = pool.place(let(i64(slots[token])))
             for half, target in enumerate(matches):
                 at = let((layer * tokens * heads + i64(i)) * d)
-                out = flattened(target, dtype, extent=extent_of(device))
+                out = stored(target, dtype, device).buffer
                 copy(pool.data, pool.row(place, half, head), out, at, d, lanes)
 
         spread(device, tokens * heads, d, row, tokens * heads * pool.row_bytes)
@@ -237,8 +244,7 @@ def merge(
 
         def merge_row(row: Expr, lanes: Lanes | None) -> None:
             out, lse, other, other_lse = (
-                flattened(buffer, kind, extent=extent_of(device))
-                for buffer, (_, kind) in zip(matches, shapes, strict=True)
+                stored(buffer, kind, device) for buffer, (_, kind) in zip(matches, shapes, strict=True)
             )
             first, second = let(lse[row]), let(other_lse[row])
             base = let(T.max(T.max(first, second), f32(MASKED)))
@@ -248,14 +254,14 @@ def merge(
             with elements(size, lanes) as i:
                 at = let(i64(row) * i64(size) + i64(i))
                 parts = [
-                    T.if_then_else(share == f32(0), f32(0), T.cast(source[at], "float32") * share)
+                    T.if_then_else(share == f32(0), f32(0), source[at] * share)
                     for source, share in ((out, shares[0]), (other, shares[1]))
                 ]
-                put(out, at, (parts[0] + parts[1]).astype(dtype))
+                out.store(at, parts[0] + parts[1])
             if lanes:
                 barrier()  # all have read what the first overwrites
             with when(lanes.thread == 0) if lanes else nullcontext():
-                put(lse, row, T.Select(total == f32(0), first, base + T.log2(total)))
+                lse.store(row, T.Select(total == f32(0), first, base + T.log2(total)))
 
         spread(device, rows * h, d or 1, merge_row, i64(rows * h) * i64(size) * 4)
 

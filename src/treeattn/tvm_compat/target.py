@@ -14,6 +14,8 @@ from ..errors import UnsupportedError
 from ..targets import ARCHS, GPUS, GpuTraits
 
 CPU_KINDS = ("llvm", "c")
+CPU = GpuTraits("llvm", 1, 0)
+"""A CPU, as far as the types of memory go."""
 
 
 def get_max_num_threads_per_block(target: Any) -> int:
