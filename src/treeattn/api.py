@@ -215,6 +215,4 @@ def _default_indptr(q_indptr: Any, q_total: int, num_seqs: int) -> Any:
 
 
 def _scale(sm_scale: Any, d_qk: int) -> float:
-    if sm_scale is None:
-        return 1.0 / math.sqrt(d_qk)
-    return number(sm_scale, "sm_scale", LARGEST)
+    return 1.0 / math.sqrt(d_qk) if sm_scale is None else number(sm_scale, "sm_scale", LARGEST)

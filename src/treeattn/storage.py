@@ -23,7 +23,7 @@ import numpy as np
 from .arrays import INT32_MAX, IntArray, View, indices, view
 from .checks import integer
 from .devices import Device, itemsize
-from .errors import DTypeError, IndexRangeError, ShapeError
+from .errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 
 ENDLESS_PAGE = INT32_MAX
 
@@ -145,7 +145,7 @@ class RaggedKV(Storage):
                 raise ShapeError(f"{name}: expected [kv_total, kv_heads, d], got shape {array.shape}")
         if k.shape[:2] != v.shape[:2]:
             raise ShapeError(f"v: expected [{k.shape[0]}, {k.shape[1]}, d_v] as k has, got {v.shape}")
-        _same_dtype(k, v)
+        _check_alike(k, v)
         token_k, head_k, _ = k.strides
         token_v, head_v, _ = v.strides
         strides = (token_k, token_k, head_k), (token_v, token_v, head_v)
@@ -390,6 +390,8 @@ def _pools(
     return Pools(k, v, k_strides, v_strides, num_pages, kv_heads, k.shape[-1], v.shape[-1], shared)
 
 
-def _same_dtype(k: View, v: View) -> None:
+def _check_alike(k: View, v: View) -> None:
     if k.dtype != v.dtype:
         raise DTypeError(f"v: expected dtype {k.dtype} as k has, got {v.dtype}")
+    if k.device is not v.device:
+        raise UnsupportedError(f"v: expected memory where k is, {k.device or 'the host'}, got {v.device or 'the host'}")

@@ -99,6 +99,20 @@ def test_bad_arrays_are_refused(target):
             plan_of(case, target="llvm").run(options.get("q", case.q), options.get("kv"))
 
 
+@each_target
+@pytest.mark.parametrize("to", ["the device", "llvm"])
+def test_keys_and_values_apart_are_refused(target, to):
+    """A kernel on the CPU would follow the offset of the other as an address."""
+    case, device = make_case(rng(), mask="causal", storage="ragged"), ta.device(target)
+    k, v = case.kv.k, case.kv.v
+    for apart in ((device.upload(k), v), (k, device.upload(v))):
+        with pytest.raises(UnsupportedError, match=r"^v: expected memory where k is, "):
+            ta.attention(
+                case.q, ta.RaggedKV(*apart, case.kv.kv_indptr), case.mask, q_indptr=case.q_indptr,
+                target=device if to == "the device" else to,
+            )  # fmt: skip
+
+
 @pytest.mark.skipif(
     bool(missing("opencl") or missing("webgpu")), reason=f"needs both: {missing('opencl') or missing('webgpu')}"
 )
