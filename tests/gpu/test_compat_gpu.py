@@ -17,7 +17,7 @@ from test_tvm_differential import DTYPES, HEADS, PAGE, Attention, everything, in
 from treeattn import tvm_compat
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="CUDA text runs on the CPU by way of g++")
-LENGTHS = (7, 1, 0, 20, 2), (20, 1, 5, 37, 2)
+LENGTHS = (7, 1, 0, 20, 2), (69, 1, 5, 37, 2)  # 63 columns that all rows of the first see: one more would fill a block
 WITH_EMPTY = (0, 7, 0, 1), (4, 20, 0, 33)
 
 
@@ -117,6 +117,13 @@ def test_decode(dtype, page_size, sliding):
         table = windowed(case, (9, 0, 33), (4, 0, 2)) if sliding else case.paged()
         inputs = [case.q, *table, int32(0, 0, 0), case.positions, *case.empty]
         tvm_launches.check(case, function, inputs, (7, 8), case.rope_scalars)
+
+
+def test_a_block_too_many_does_nothing(monkeypatch):
+    """TVM's WGSL runs one, of more than 65,535."""
+    monkeypatch.setattr(tvm_launches.MACHINE, "spare", 1)
+    test_decode("float32", 1, sliding=False)
+    test_ragged_prefill("float32")
 
 
 def test_bfloat16():

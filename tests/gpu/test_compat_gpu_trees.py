@@ -14,6 +14,7 @@ import tvm
 import tvm_launches
 from devices import on
 from test_tvm_differential import (
+    BACKWARDS,
     DTYPES,
     FOREST,
     HEADS,
@@ -36,13 +37,15 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="CUDA text r
 
 @pytest.mark.parametrize(("dtype", "page_size"), [("float32", PAGE), ("float16", 3)])
 def test_paged_tree(dtype, page_size):
-    """First and later rounds, sequences of their own sizes; RoPE at depths, where TVM asserts; T5 and T7."""
+    """First and later rounds, sequences of their own sizes, any node order; RoPE, where TVM asserts; T5, T7."""
     function = tvm_launches.generated("tree_attn_with_paged_kv_cache", *HEADS, dtype, "{}", page_size=page_size)
     options = {"page_size": page_size, "parents": TREES}
     for rotary in (0, 1):
         for q_lens in ((6, 3, 5), (2, 1, 3)):
             case = Attention(q_lens, (26, 40, 6), dtype, rotary=rotary, **options)
             tvm_launches.check(case, function, *paged_tree(case))
+        backwards = Attention((4, 2), (9, 5), dtype, rotary=rotary, page_size=page_size, parents=BACKWARDS)
+        tvm_launches.check(backwards, function, *paged_tree(backwards))
     options["parents"] = (FOREST, (-1, 0, -1, 2))
     tvm_launches.check(case := Attention((4, 4), (4, 4), dtype, scale=20, **options), function, *paged_tree(case))
     case = Attention((4, 4), (9, 20), dtype, **options)

@@ -51,6 +51,13 @@ def test_append(dtype):
     same_bits("_kv_cache_transpose_append_mla", (200, dtype), [pages, kv, where], (0,), ())
 
 
+def test_a_block_too_many_does_nothing(monkeypatch):
+    """TVM's WGSL runs one, of more than 65,535."""
+    monkeypatch.setattr(tvm_launches.MACHINE, "spare", 1)
+    test_append("float32")
+    test_merge("float32", D)
+
+
 def test_append_of_nothing_launches_nothing():
     nothing = np.zeros((0, H_KV, D), np.float32)
     same_bits(

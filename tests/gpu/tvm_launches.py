@@ -85,6 +85,7 @@ class Machine:
     builds: bool = False
     installed: set[str] = field(default_factory=set)
     seed: int = 0
+    spare: int = 0  # blocks more than asked for
 
     def install(self, kind):
         """Take the place of TVM's compiler and launcher of a kind of device, once."""
@@ -120,6 +121,7 @@ class Machine:
                 for value, is_pointer in zip(arguments[:count], pointers, strict=True)
             ]
             grid, block = ([extents.get(f"{of}Idx.{axis}", 1) for axis in "xyz"] for of in ("block", "thread"))
+            grid[0] += self.spare
             self.launches.append((name, grid, block))
             self.seed += 1
             dynamic_bytes = extents.get("tirx.use_dyn_shared_memory", 0)

@@ -298,6 +298,7 @@ def check_ours(case, factory, args, inputs, outputs, scalars, *, theirs_fails, *
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16"])
 ROTARY = pytest.mark.parametrize("rotary", [0, 1])
 TREES = ((-1, 0, 0, 1, 1, 2), (-1, 0, 1), (-1, -1, 0, 0, 1))
+BACKWARDS = ((3, 0, 3, -1), (1, -1))  # ancestors come last
 
 
 def everything(row, column, q_len, kv_len):
@@ -385,6 +386,8 @@ def test_ragged_tree_with_inline_rope_after_a_prefix():
     """The root of the tree stands behind the prefix; theirs read past the positions."""
     case = Attention((6, 3, 5), (26, 10, 6), rotary=1, starts=(0, 31, 8), parents=TREES)
     args = (*HEADS, "float32", NONE)
+    case.check(call(OURS, "tree_attn_cpu", args, ragged_tree(case), (8, 9), case.rope_scalars), "ours")
+    case = Attention((4, 2), (9, 5), rotary=1, parents=BACKWARDS)
     case.check(call(OURS, "tree_attn_cpu", args, ragged_tree(case), (8, 9), case.rope_scalars), "ours")
 
 
@@ -497,7 +500,7 @@ def test_split_and_rotate_bfloat16(rotary_dim):
 
 
 @DTYPES
-@pytest.mark.parametrize("tokens", [5, 60], ids=["short", "long"])
+@pytest.mark.parametrize("tokens", [50, 51], ids=["short", "long"])
 def test_longrope(dtype, tokens):
     """TVM 0.27 cannot make this one (it asks a Buffer for its truth value); the definition from its source."""
     rng, trained, longest = np.random.default_rng(0), 50, 4096
