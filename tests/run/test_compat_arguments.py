@@ -15,6 +15,9 @@ FACTORIES = {
     "_attention_prefill": (
         "h_kv", "h_q", "d", "dtype", "sliding_window", "rope_scaling", "target", "page_size", "sliding_window_size"
     ),
+    "_attention_decode": (
+        "num_kv_heads", "num_qo_heads", "head_dim", "qkv_dtype", "sliding_window", "rope_scaling", "target", "page_size"
+    ),
     "_attention_sequence_prefill": ("h_kv", "h_q", "d", "dtype", "target", "causal", "sm_scale"),
     "_kv_cache_transpose_append": ("num_heads", "head_dim", "dtype", "page_size"),
     "_kv_cache_debug_get_kv": ("num_hidden_layers", "num_heads", "head_dim", "dtype"),
@@ -28,17 +31,20 @@ FACTORIES = {
 }  # fmt: skip
 GOOD = {
     "h_kv": 1, "h_q": 2, "d": 8, "d_latent": 8, "d_rope": 4, "num_q_heads": 2, "num_kv_heads": 1, "num_heads": 1,
+    "num_qo_heads": 2, "qkv_dtype": "float32",
     "head_dim": 8, "rotary_dim": 8, "page_size": 4, "num_hidden_layers": 1, "dtype": "float32", "v_dtype": "float32",
     "target": "llvm", "sliding_window": True, "sliding_window_size": 8, "causal": 0, "sm_scale": 1.0, "theta": 1e4,
     "scale": 1.0, "rope_scaling": {},
 }  # fmt: skip
 SIZES = (
-    "h_kv", "h_q", "d", "page_size", "num_heads", "head_dim", "num_hidden_layers", "d_latent", "num_q_heads"
+    "h_kv", "h_q", "d", "page_size", "num_heads", "head_dim", "num_hidden_layers", "d_latent", "num_q_heads",
+    "num_qo_heads",
 )  # fmt: skip
 NUMBERS = {name: (None, "a", float("nan"), True, 1e300) for name in ("sm_scale", "theta", "scale")}
 WRONG = {name: (0, -1, 1.5, None, "a", True, 2**40) for name in SIZES} | {
     "dtype": ("float64", None, "x", 5),
     "v_dtype": ("float64", None, "x", 5),
+    "qkv_dtype": ("float64", None, "x", 5),
     "d_rope": (-1, 1.5, None, "a", True, 2**40),
     "rotary_dim": (0, -2, 3, 10, 1.5, "a", True),
     "rope_scaling": (None, 5, {"rope_type": "x"}, {"rope_type": []}, {"rope_type": "yarn"}),
@@ -79,9 +85,8 @@ def test_a_wrong_entry_of_rope_scaling_is_named(key, value):
 @pytest.mark.parametrize("factory", [name for name in FACTORIES if "sequence" not in name])
 def test_bfloat16_is_refused_where_memory_cannot_be_declared_so(factory):
     """WGSL has no 16-bit integers: what TVM writes for them compiles nowhere."""
-    made = [
-        {"dtype": "bfloat16", "v_dtype": "bfloat16", "target": "webgpu"}.get(n, GOOD[n]) for n in FACTORIES[factory]
-    ]
+    bad = dict.fromkeys(("dtype", "v_dtype", "qkv_dtype"), "bfloat16") | {"target": "webgpu"}
+    made = [bad.get(name, GOOD[name]) for name in FACTORIES[factory]]
     with (
         tvm.target.Target("webgpu"),
         pytest.raises(UnsupportedError, match="dtype: expected float32 or float16 on this"),

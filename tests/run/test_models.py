@@ -170,6 +170,19 @@ def test_requests_wait_for_room(models):
     assert tokens == plain
 
 
+def test_the_least_capacity_will_do(models):
+    """Prompt, tokens and drafts, to the token: pages of one."""
+    prompt, options = PROMPTS[3], {"drafter": NgramDrafter(), "most_drafts": 8, "page_size": 1}
+    ((plain,), _) = decode(models["llama"], [prompt])
+    least = len(prompt) + len(plain) + 8
+    generator = Generator(models["llama"], least, **options)
+    request = generator.submit(prompt, len(plain))
+    generator.run()
+    assert request.tokens == plain
+    with pytest.raises(ShapeError, match="raise capacity"):
+        Generator(models["llama"], least - 1, **options).submit(prompt, len(plain))
+
+
 def test_a_step_that_fails_can_be_made_again(models, monkeypatch):
     prompt = PROMPTS[3]
     ((whole,), _) = decode(models["llama"], [prompt])

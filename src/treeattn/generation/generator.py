@@ -222,7 +222,7 @@ class Generator:
                 self._drafter.add(seq, request.prompt)
 
     def _pages(self, request: Request) -> int:
-        return -(-(len(request.prompt) + request.max_tokens + self._most) // self._page_size) + 1
+        return -(-(len(request.prompt) + request.max_tokens + self._most) // self._page_size)
 
     def _prompt_parts(self) -> dict[int, int]:
         """Return how many tokens of its prompt each sequence runs in this step, where more than the last are left."""

@@ -141,7 +141,8 @@ def _attention_decode(
 ) -> Any:
     """One query token a sequence over a paged cache."""
     device = device_of(target)
-    heads = _heads(num_qo_heads, num_kv_heads, head_dim, head_dim, qkv_dtype, page_size, sliding_window, device)
+    names = "num_qo_heads", "num_kv_heads", "head_dim", "qkv_dtype"
+    heads = _heads(num_qo_heads, num_kv_heads, head_dim, head_dim, qkv_dtype, page_size, sliding_window, device, names)
     name = _named("batch_decode_paged_kv", device, sliding_window)
     return _built(Attention(name, "decode", heads, {"full": _nothing}, rotation(rope_scaling, head_dim)), device)
 
@@ -299,12 +300,13 @@ def _heads(
     page_size: int = ENDLESS,
     sliding_window: bool = False,
     device: GpuTraits | None = None,
+    names: tuple[str, str, str, str] = ("h_q", "h_kv", "d", "dtype"),
 ) -> Heads:
-    h_q, h_kv = integer(h_q, "h_q"), integer(h_kv, "h_kv")
-    d_qk, d_v = integer(d_qk, "d", most=MOST_DIM), integer(d_v, "d_v", most=MOST_DIM)
+    h_q, h_kv = integer(h_q, names[0]), integer(h_kv, names[1])
+    d_qk, d_v = integer(d_qk, names[2], most=MOST_DIM), integer(d_v, "d_v", most=MOST_DIM)
     if h_q % h_kv:
-        raise ShapeError(f"h_q: expected a multiple of h_kv ({h_kv}), got {h_q}")
-    check_dtype(dtype, "dtype", device, ("float32", "float16"))
+        raise ShapeError(f"{names[0]}: expected a multiple of {names[1]} ({h_kv}), got {h_q}")
+    check_dtype(dtype, names[3], device, ("float32", "float16"))
     return Heads(h_q, h_kv, d_qk, d_v, dtype, integer(page_size, "page_size"), sliding_window)
 
 
