@@ -92,8 +92,12 @@ class Device:
         return made
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
-        """Allocate an array whose elements are undefined."""
-        size = max(math.prod(shape), 1) * itemsize(dtype)
+        """Allocate an array whose elements are undefined; dtypes as for `upload`."""
+        from .arrays import check_dtype
+        from .checks import integer
+
+        size = max(math.prod(integer(size, "shape", 0) for size in shape), 1)
+        size *= itemsize(dtype if dtype == "int32" else check_dtype(dtype, "dtype"))
         return DeviceArray(self, self._allocate(-(-size // WORD) * WORD), shape, dtype)
 
     def empty_like(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:

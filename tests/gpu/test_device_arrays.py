@@ -10,7 +10,7 @@ from helpers import attend, plan_of, rng
 import treeattn as ta
 from treeattn.arrays import numpy_dtype
 from treeattn.devices import DeviceArray
-from treeattn.errors import DTypeError, ShapeError, UnsupportedError
+from treeattn.errors import DTypeError, IndexRangeError, ShapeError, UnsupportedError
 from treeattn.testing import assert_within_budget, make_case
 
 
@@ -31,6 +31,16 @@ def test_upload_and_download(target, dtype, shape):
 def test_doubles_are_not_uploaded(target):
     with pytest.raises(DTypeError, match="array: float64 is not offered"):
         ta.device(target).upload(np.ones(3))
+
+
+@each_target
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error"),
+    [((2, -3), "float32", IndexRangeError), ((2.5,), "float32", DTypeError), ((2,), "float64", DTypeError)],
+)
+def test_arrays_of_no_size_or_dtype_are_not_allocated(target, shape, dtype, error):
+    with pytest.raises(error, match=r"shape|dtype"):
+        ta.device(target).empty(shape, dtype)
 
 
 @each_target
