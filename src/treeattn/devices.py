@@ -81,11 +81,10 @@ class Device:
         array : Array
             NumPy, or anything with ``__dlpack__`` on the host; float32, float16, bfloat16 or int32.
         """
-        from .arrays import check_dtype, dtype_name, to_numpy
+        from .arrays import dtype_name, to_numpy
 
         host = np.asarray(to_numpy(array, "array"), order="C")
-        dtype = dtype_name(host.dtype)
-        made = self.empty(host.shape, dtype if dtype == "int32" else check_dtype(dtype, "array"))
+        made = self.empty(host.shape, _offered(dtype_name(host.dtype), "array"))
         if host.size:
             content = host.reshape(-1).view(np.uint8)
             self._write(made, np.pad(content, (0, -len(content) % WORD)))
@@ -93,11 +92,10 @@ class Device:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
         """Allocate an array whose elements are undefined; dtypes as for `upload`."""
-        from .arrays import check_dtype
         from .checks import integer
 
-        size = max(math.prod(integer(size, "shape", 0) for size in shape), 1)
-        size *= itemsize(dtype if dtype == "int32" else check_dtype(dtype, "dtype"))
+        count = math.prod(integer(size, "shape", 0) for size in shape)
+        size = max(count, 1) * itemsize(_offered(dtype, "dtype"))
         return DeviceArray(self, self._allocate(-(-size // WORD) * WORD), shape, dtype)
 
     def empty_like(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -132,6 +130,12 @@ class Device:
 
     def __repr__(self) -> str:
         return f"<{self.traits.kind} device {self.name!r}>"
+
+
+def _offered(dtype: str, name: str) -> str:
+    from .arrays import check_dtype
+
+    return dtype if dtype == "int32" else check_dtype(dtype, name)
 
 
 def itemsize(dtype: str) -> int:

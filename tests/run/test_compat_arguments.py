@@ -31,10 +31,9 @@ FACTORIES = {
 }  # fmt: skip
 GOOD = {
     "h_kv": 1, "h_q": 2, "d": 8, "d_latent": 8, "d_rope": 4, "num_q_heads": 2, "num_kv_heads": 1, "num_heads": 1,
-    "num_qo_heads": 2, "qkv_dtype": "float32",
-    "head_dim": 8, "rotary_dim": 8, "page_size": 4, "num_hidden_layers": 1, "dtype": "float32", "v_dtype": "float32",
-    "target": "llvm", "sliding_window": True, "sliding_window_size": 8, "causal": 0, "sm_scale": 1.0, "theta": 1e4,
-    "scale": 1.0, "rope_scaling": {},
+    "num_qo_heads": 2, "head_dim": 8, "rotary_dim": 8, "page_size": 4, "num_hidden_layers": 1, "dtype": "float32",
+    "v_dtype": "float32", "qkv_dtype": "float32", "target": "llvm", "sliding_window": True, "sliding_window_size": 8,
+    "causal": 0, "sm_scale": 1.0, "theta": 1e4, "scale": 1.0, "rope_scaling": {},
 }  # fmt: skip
 SIZES = (
     "h_kv", "h_q", "d", "page_size", "num_heads", "head_dim", "num_hidden_layers", "d_latent", "num_q_heads",

@@ -146,7 +146,10 @@ class FewRows:
             fast()
 
     def _score(self, walk: Walk, tile: Tile, first: Expr, out: Expr) -> None:
-        """``scores[row][column]``: four dims of the keys that share a vector are spread over its lanes at once."""
+        """``scores[row][column]``: four dims of the keys that share a vector are spread over its lanes at once.
+
+        One vector of keys is done before the next is loaded: all at once leave no registers for the queries.
+        """
         d, whole, groups = self.spec.d_qk, span(0, 8), range(self.groups)
         shared = self._shared(self._keys(walk, tile, first, self.keys_each))
         accumulators = [[registers(8) for _ in shared] for _ in groups]

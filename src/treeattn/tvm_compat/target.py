@@ -75,7 +75,7 @@ def device_of(target: Any) -> GpuTraits | None:
 
 def check_dtype(dtype: Any, name: str, device: GpuTraits | None, on_cpu: Sequence[str] = tuple(DTYPES)) -> None:
     """Refuse a dtype that is not offered on a device, or on CPUs is not in ``on_cpu``."""
-    known = on_cpu if device is None else [dtype for dtype in DTYPES if device.int16 or dtype != "bfloat16"]
+    known = on_cpu if device is None else [kind for kind in DTYPES if device.int16 or kind != "bfloat16"]
     if dtype not in known:
         raise UnsupportedError(f"{name}: expected {' or '.join(known)} on this target, got {dtype!r:.60}")
 
