@@ -184,7 +184,7 @@ def plan(
         )  # fmt: skip
         return Plan(DeviceLaunch(made, on, kv, items, parts, int(batch.q_indptr[-1]), q_heads, scale))
     cut = check_split(split_kv)
-    compiled = kernel(spec if cut is None else partial_spec(spec), runnable(target))
+    compiled = kernel(spec if cut is None else partial_spec(spec), runnable(target), group=group)
     count = check_threads(threads, available_threads())
     work = make_work(
         batch, simple, table, kv_heads=pools.kv_heads, group=group, config=compiled.config,

@@ -62,8 +62,10 @@ compilations = 0
 """How many kernels this process has compiled (loads from disk are not counted)."""
 
 
-def kernel(spec: KernelSpec, target: Any = None, config: TileConfig | None = None) -> CpuKernel:
-    """Return the kernel of a spec, compiling it at most once per machine.
+def kernel(
+    spec: KernelSpec, target: Any = None, config: TileConfig | None = None, *, group: int | None = None
+) -> CpuKernel:
+    """Return the kernel of a spec, compiling it at most once per machine; it suits ``group`` and is right for any.
 
     Raises
     ------
@@ -73,7 +75,7 @@ def kernel(spec: KernelSpec, target: Any = None, config: TileConfig | None = Non
         The compiler refused it.
     """
     traits = resolve(target)
-    config = config or select(spec, traits)
+    config = config or select(spec, traits, group)
     place = spec, config, traits
     found = _kernels.get(place)
     if found is None:

@@ -179,8 +179,8 @@ class Mask:
 
 
 @dataclass(frozen=True, eq=False)
-class And(Mask):
-    """What both masks see; written ``left & right``."""
+class Pair(Mask):
+    """Two masks put together."""
 
     left: Mask
     right: Mask
@@ -188,6 +188,10 @@ class And(Mask):
     def leaves(self) -> Iterator[Leaf]:
         yield from self.left.leaves()
         yield from self.right.leaves()
+
+
+class And(Pair):
+    """What both masks see; written ``left & right``."""
 
     def simplified(self) -> Mask:
         left, right = self.left.simplified(), self.right.simplified()
@@ -201,16 +205,8 @@ class And(Mask):
         return both(self.left.fold(leaf, both, either), self.right.fold(leaf, both, either))
 
 
-@dataclass(frozen=True, eq=False)
-class Or(Mask):
+class Or(Pair):
     """What either mask sees; written ``left | right``."""
-
-    left: Mask
-    right: Mask
-
-    def leaves(self) -> Iterator[Leaf]:
-        yield from self.left.leaves()
-        yield from self.right.leaves()
 
     def simplified(self) -> Mask:
         left, right = self.left.simplified(), self.right.simplified()

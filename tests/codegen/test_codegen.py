@@ -112,7 +112,7 @@ def checked_kernel(case, config, shrink=0):
 
 
 def run_checked(case, made, monkeypatch):
-    monkeypatch.setattr(api, "kernel", lambda spec, target=None: made)
+    monkeypatch.setattr(api, "kernel", lambda spec, target=None, group=None: made)
     return ta.attention(case.q, case.kv, case.mask, q_indptr=case.q_indptr, threads=1)
 
 

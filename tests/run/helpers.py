@@ -33,7 +33,7 @@ def plan_of(case, **options):
 def tile(config):
     """Make every plan within the block use one tile configuration."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "kernel", lambda spec, target=None: compiler.kernel(spec, target, config))
+        patch.setattr(api, "kernel", lambda spec, target=None, group=None: compiler.kernel(spec, target, config))
         yield
 
 

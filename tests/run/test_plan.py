@@ -23,8 +23,9 @@ from treeattn.testing import canaries, make_case, mask_kinds, random_forest, rep
 
 @pytest.mark.parametrize("mask", ["tree", "tree&(window|sink)", "causal"])
 def test_new_data_compiles_nothing(mask):
-    """A thousand trees, lengths, batches, pages, heads and windows, one kernel."""
-    attend(make_case(rng(), mask=mask))
+    """A thousand trees, lengths, batches, pages, kv heads and windows, one kernel."""
+    case = make_case(rng(), mask=mask, q_heads=4, kv_heads=2)
+    attend(case)
     before, kernels = compiler.compilations, len(compiler._kernels)
     source = rng(1)
     for _ in range(340):
@@ -40,12 +41,22 @@ def test_new_data_compiles_nothing(mask):
             source,
             type("Batch", (), {"lengths": list(zip(q_len.tolist(), kv_len.tolist(), strict=True)), "trees": None})(),
         )
-        q_heads = kv_heads * int(source.integers(1, 9))
+        q_heads = kv_heads * 2
         q = np.zeros((int(q_len.sum()), q_heads, 16), np.float32)
         out, lse = ta.attention(q, kv, made, q_indptr=np.cumsum([0, *q_len]))
         assert (out == 0).all()
         assert not np.isnan(lse).any()
     assert (compiler.compilations, len(compiler._kernels)) == (before, kernels)
+
+
+def test_heads_of_a_kv_head_choose_the_tile():
+    """A group's own row counts have tiles; every group beyond eight shares one kernel."""
+    cases = {group: make_case(rng(), mask="causal", q_heads=group, kv_heads=1) for group in (*range(1, 12), 16)}
+    kernels = {group: plan_of(case)._launch.kernel for group, case in cases.items()}
+    assert [kernels[group].config.few for group in range(1, 10)] == [
+        (1, 4, 8), (2, 4, 8), (3, 6), (4, 8), (5,), (6,), (7,), (8,), (1,)
+    ]  # fmt: skip
+    assert kernels[9] is kernels[10] is kernels[16]
 
 
 def test_one_kernel_per_spec():

@@ -14,7 +14,7 @@ from .softmax import LOG2_E, start
 from .spec import KernelSpec, Sizes
 from .vectors import from_float, pieces, to_float
 from .walk import Moves, Pool, Tile, Walk
-from .workspace import workspace_floats
+from .workspace import Layout, workspace_floats
 
 ITEM_FIELDS = 7  # kind, sequence, kv head, first row, rows, first span, past the last span
 FIXED_FIELDS = 4  # of a sequence: q_begin, page_begin, prefix_len, node_begin
@@ -65,6 +65,24 @@ class PlanArguments:
             kind, head, row_begin, num_rows, span_begin, span_end, q_begin, page_begin, prefix_len, node_begin,
             Moves(*moves) if moves else None, self.group,
         )  # fmt: skip
+
+
+class Scratch:
+    """A thread's scratch memory for a row tile: its parts by the names of `workspace`."""
+
+    scores: Buffer
+    seen: Buffer
+    queries: Buffer
+    keys: Buffer
+    sums: Buffer
+    maximum: Buffer
+    denominator: Buffer
+    positions: Buffer
+    slopes: Buffer
+
+    def __init__(self, args: Arguments, layout: Layout) -> None:
+        for name, (offset, size) in layout.items():
+            setattr(self, name, part(args.workspace, max(size, 1), args.base + offset))
 
 
 class Arguments(PlanArguments):
@@ -158,7 +176,7 @@ class Arguments(PlanArguments):
         else:
             either(self.rotates, turned, plain)
 
-    def start_row(self, row_tile: Any, tile: Tile, row: Expr, real: Expr) -> None:
+    def start_row(self, row_tile: Scratch, tile: Tile, row: Expr, real: Expr) -> None:
         """Prepare place ``row`` of a tile for row ``real``: empty state, bounds, and what its logits need."""
         logits, token, head = self.spec.logits, let(tile.token(real)), let(tile.q_head(real))
         maximum, denominator = start(self.sink_logits[head] if "sinks" in logits else None)

@@ -1,23 +1,24 @@
 """Row tile for one to eight rows of a kv head: decode and small trees, bound by bandwidth.
 
 Keys and values are read straight from the pages, once, in the summation order of `rows_many`. Lanes of a vector of
-scores are rows and columns: one row with eight columns, or four with two. Dims are lanes of the sums.
+scores are eight columns, or two beside four rows. Dims are lanes of the sums.
 Values of the block are prefetched while scores are computed, keys of the next block while weights and sums are, both
 in address order and evenly: that alone is worth a tenth of the speed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import tvm
 from tvm.script import tirx as T
 
 from . import logits, workspace
+from .arguments import Scratch
 from .emit import (
     Buffer,
     Expr,
@@ -30,7 +31,6 @@ from .emit import (
     i64,
     let,
     loop,
-    part,
     prefetch,
     put,
     registers,
@@ -41,11 +41,11 @@ from .emit import (
 from .rows_many import LINE
 from .softmax import MASKED, normaliser, rescale, weight
 from .spec import KernelSpec, Sizes
-from .vectors import horizontal_max, pieces, register_tile, shuffle, split, to_float, transpose4, zero
+from .vectors import horizontal_max, interleave, pieces, register_tile, shuffle, split, to_float, transpose4, zero
 from .walk import Block, Tile, Walk
 
-LANE_ROWS = 4
-"""Rows in the lanes of a vector of scores, beside two keys; a single row is beside eight."""
+LANE_ROWS = {7: 4, 8: 4}
+"""Rows in the lanes of a vector of scores, beside two keys: that many rows would load a query for every product."""
 SUM_VECTORS = {1: 8, 2: 6, 3: 4, 4: 3, 5: 2, 6: 2}
 """Most vectors of dims beside that many rows in the sum tile: at most 12 accumulators."""
 
@@ -65,38 +65,30 @@ class Key:
 
 def two_keys(left: Key, right: Key, dim: Expr) -> Expr:
     """Four dims of two keys side by side, as float32."""
-    places = [(key.data, span(key.at + i64(dim), 4)) for key in (left, right)]
+    pair = [key.data[span(key.at + i64(dim), 4)] for key in (left, right)]
     if left.dtype == "float32":
-        return shuffle([data[at] for data, at in places], range(8))
-    pair = [T.reinterpret("float64", data[at]) for data, at in places]  # one 64-bit load each
-    joined = tvm.tirx.Shuffle(pair, [i32(0), i32(1)])
-    return to_float(T.reinterpret("uint16x8" if left.dtype == "bfloat16" else "float16x8", joined), left.dtype)
+        return shuffle(pair, range(8))
+    joined = shuffle([T.reinterpret("float64", half) for half in pair], range(2))  # one 64-bit load each
+    return to_float(T.reinterpret("float16x8", joined), left.dtype)
 
 
 LoadDims = Callable[[list[Key], Expr], list[Expr]]
 """Vectors of consecutive dims, from a dim on, of the keys whose elements are their lanes."""
 
 
-class FewRows:
+class FewRows(Scratch):
     """Exactly ``rows`` rows, the last one repeated where the tile has fewer."""
 
-    scores: Buffer
-    seen: Buffer
-    queries: Buffer
-    keys: Buffer
-    sums: Buffer
-    maximum: Buffer
-    denominator: Buffer
     factor: Buffer
-    positions: Buffer
-    slopes: Buffer
     columns_at: Buffer
 
     def __init__(self, rows: int, spec: KernelSpec, config: Sizes, args: Any) -> None:
         self.rows, self.spec, self.columns, self.args = rows, spec, config.few_columns, args
-        self.lane_rows = 1 if rows == 1 else LANE_ROWS
+        self.key_dtype = spec.kv_dtype if spec.rope is None else "float32"
+        self.lane_rows = 1 if self.key_dtype == "bfloat16" else LANE_ROWS.get(rows, 1)
         self.groups = -(-rows // self.lane_rows)
-        self.keys_each = 32 if rows == 1 else 16 // self.groups
+        self.dims = 8 if self.key_dtype == "bfloat16" else 4  # and keys, at a time: a step's loads stay in registers
+        self.keys_each = {1: 128 // self.dims, 2: 16}.get(rows, 8)
         self.sum_groups = 1 if rows <= 6 else 2
         self.sum_rows = -(-rows // self.sum_groups)
         self.element = 4 if spec.kv_dtype == "float32" else 2
@@ -105,23 +97,20 @@ class FewRows:
         self.visits = self.sum_groups * sum(tiles for _, _, tiles in self.passes)
         self.key_lines = max(1, self.lines[0] // max(1, self.visits))  # of a key, fetched a step of the sums: evenly,
         self.early_lines = max(0, self.lines[0] - self.visits * self.key_lines)  # the rest beside the weights
-        for name, (offset, size) in workspace.few_rows(rows, spec, config).items():
-            setattr(self, name, part(args.workspace, size, args.base + offset))
+        super().__init__(args, workspace.few_rows(spec, config))
 
     def limit(self, tile: Tile) -> Expr:
         """Columns of a block."""
         return i32(self.columns)
 
     def begin(self, tile: Tile) -> None:
-        """Scale the queries to base-2 units, ``[group][dim][8]`` as the lanes of scores are, and start empty sums."""
+        """Scale the queries to base-2 units, ``[group][dim][row]``, and start empty sums."""
         d, d_v, each = self.spec.d_qk, self.spec.d_v, self.lane_rows
-        with loop(self.groups) as group:
-            with loop(each) as r:
-                self.args.load_query(tile, let(smaller(group * each + r, tile.num_rows - 1)), self.keys, r * d)
-            eight = [Key(self.keys, i64(r * d), "float32") for r in range(each)] * (8 // each)
-            for dim, load in self._dims():
-                for n, vector in enumerate(load(eight, dim)):
-                    put(self.queries, span(group * (d * 8) + (dim + n) * 8, 8), vector)
+        with loop(self.groups * each) as r:
+            self.args.load_query(tile, let(smaller(r, tile.num_rows - 1)), self.keys, 0)
+            at = let(T.truncdiv(r, each) * (d * each) + T.truncmod(r, each))
+            with loop(d) as dim:
+                put(self.queries, at + dim * each, self.keys[dim])
         with loop(self.sum_rows * self.sum_groups) as r:
             self.args.start_row(self, tile, r, let(smaller(r, tile.num_rows - 1)))
             for dim, lanes in pieces(d_v):
@@ -146,27 +135,32 @@ class FewRows:
             fast()
 
     def _score(self, walk: Walk, tile: Tile, first: Expr, out: Expr) -> None:
-        """``scores[row][column]``: four dims of the keys that share a vector are spread over its lanes at once.
-
-        One vector of keys is done before the next is loaded: all at once leave no registers for the queries.
-        """
-        d, whole, groups = self.spec.d_qk, span(0, 8), range(self.groups)
+        """``scores[row][column]``: a vector of keys is done before the next is loaded, or registers would not do."""
+        whole, groups = span(0, 8), range(self.groups)
         shared = self._shared(self._keys(walk, tile, first, self.keys_each))
         accumulators = [[registers(8) for _ in shared] for _ in groups]
         for accumulator in itertools.chain(*accumulators):
             put(accumulator, whole, zero(8))
         for dim, load in self._dims(functools.partial(self._fetch_values, walk, first)):
             for i, keys in enumerate(shared):
-                for (n, key), group in itertools.product(enumerate(load(keys, dim)), groups):
-                    query, accumulator = self.queries[span(group * (d * 8) + (dim + n) * 8, 8)], accumulators[group][i]
-                    put(accumulator, whole, fma(query, key, accumulator[whole], 8))
+                for n, vector in enumerate(load(keys, dim)):
+                    key = let(vector)
+                    for group in groups:
+                        accumulator = accumulators[group][i]
+                        put(accumulator, whole, fma(self._query(group, dim + n), key, accumulator[whole], 8))
         for group in groups:
             self._store_scores(group * self.lane_rows, [scores[whole] for scores in accumulators[group]], out)
+
+    def _query(self, group: int, dim: Expr) -> Expr:
+        """One dim of the queries of a group of rows, as the lanes of scores are."""
+        each = self.lane_rows
+        rows = self.queries[span((group * self.spec.d_qk + dim) * each, each)]
+        return broadcast(rows, 8) if each == 1 else shuffle([rows, rows], range(8))
 
     def _shared(self, keys: list[Key]) -> list[list[Key]]:
         """Return the keys of each vector of scores; two that share one are four apart, as `transpose4` wants them."""
         strips = [keys[i : i + 8] for i in range(0, len(keys), 8)]
-        return strips if self.rows == 1 else [strip[i::4] for strip in strips for i in range(4)]
+        return strips if self.lane_rows == 1 else [strip[i::4] for strip in strips for i in range(4)]
 
     def _store_scores(self, first: int, vectors: list[Expr], out: Expr) -> None:
         """Store vectors as columns of the rows from ``first`` on."""
@@ -181,7 +175,7 @@ class FewRows:
         """Return ``count`` keys, where they lie or, to be rotated, as float32 in scratch."""
         if self.spec.rope is None:
             slots = [let(walk.key[first + i]) for i in range(count)]
-            return [Key(self.args.k.data, slot, self.spec.kv_dtype) for slot in slots]
+            return [Key(self.args.k.data, slot, self.key_dtype) for slot in slots]
         d = self.spec.d_qk
         with loop(count) as i:
             self.args.load_key(walk, tile, first + i, self.keys, i * d)
@@ -289,20 +283,18 @@ class FewRows:
             )
             self.args.store_lse(tile, row, self.maximum[row], self.denominator[row])
 
-    def _dims(self, prefetch: Callable[[Expr, int], None] | None = None) -> Iterator[tuple[Expr, LoadDims]]:
-        """Emit a loop over four dims at once, and the dims that are left: ``(dim, load(keys, dim))`` of either."""
-        fours = self.spec.d_qk // 4
-        with loop(fours) as c:
-            if prefetch:
-                prefetch(c, fours)
-            yield c * 4, self._four_dims
-        for dim in range(fours * 4, self.spec.d_qk):
+    def _dims(self, prefetch: Callable[[Expr, int], None]) -> Iterator[tuple[Expr, LoadDims]]:
+        """Emit a loop over several dims at once, and the dims that are left: ``(dim, load(keys, dim))`` of either."""
+        steps = self.spec.d_qk // self.dims
+        with loop(steps) as c:
+            prefetch(c, steps)
+            yield c * self.dims, self._eight_dims if self.dims == 8 else self._four_dims
+        for dim in range(steps * self.dims, self.spec.d_qk):
             yield i32(dim), self._one_dim
 
     def _one_dim(self, keys: list[Key], dim: Expr) -> list[Expr]:
         """One dim of the keys of a vector, as float32."""
-        lanes = [key.load(dim, 1) for key in keys for _ in range(8 // len(keys))]
-        return [tvm.tirx.Shuffle(lanes, [i32(lane) for lane in range(8)])]
+        return [shuffle([key.load(dim, 1) for key in keys for _ in range(8 // len(keys))], range(8))]
 
     def _four_dims(self, keys: list[Key], dim: Expr) -> list[Expr]:
         """Four dims of the keys of a vector, as float32."""
@@ -310,6 +302,15 @@ class FewRows:
             return transpose4([two_keys(keys[i], keys[i + 4], dim) for i in range(4)])
         pair = let(two_keys(keys[0], keys[1], dim))
         return [shuffle([pair], [n] * 4 + [n + 4] * 4) for n in range(4)]
+
+    def _eight_dims(self, keys: list[Key], dim: Expr) -> list[Expr]:
+        """Eight dims of eight bfloat16 keys, as float32: transposed as they lie, then their bits put above zeros."""
+        stored = [key.data[span(key.at + i64(dim), 8)] for key in keys]
+        a, b, c, d = (let(shuffle(stored[i::4], range(16))) for i in range(4))
+        two = zip(interleave(a, c), interleave(b, d), strict=True)
+        four = [vector for pair in two for vector in interleave(*pair)]
+        zeros = T.Broadcast(T.uint16(0), 16)
+        return [T.reinterpret("float32x8", bits) for keys in four for bits in interleave(zeros, keys)]
 
     def _fetch_values(self, walk: Walk, first: Expr, step: Expr, steps: int) -> None:
         """Prefetch the values of the columns being scored, spread over the steps of the score tile."""
@@ -323,14 +324,8 @@ class FewRows:
         useful = (self.lines[0] - self.early_lines) // each
 
         def fetch(t: Expr) -> None:
-            def ask() -> None:
+            with when(visit < useful) if useful < self.visits else contextlib.nullcontext():
                 self._fetch_keys(walk, block, early + (visit * self.columns + t) * each, each)
-
-            if useful < self.visits:
-                with when(visit < useful):
-                    ask()
-            else:
-                ask()
 
         return fetch
 

@@ -15,6 +15,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from . import logits, workspace
+from .arguments import Scratch
 from .emit import (
     Buffer,
     Expr,
@@ -27,7 +28,6 @@ from .emit import (
     i64,
     let,
     loop,
-    part,
     prefetch,
     put,
     registers,
@@ -45,27 +45,17 @@ LINE = 64  # bytes
 EXPONENT = 0x7F800000  # of a float32; all ones in NaN and infinity
 
 
-class ManyRows:
+class ManyRows(Scratch):
     """Up to ``config.rows`` rows in panels of ``config.panel``."""
 
-    scores: Buffer
-    seen: Buffer
-    keys: Buffer
     values: Buffer
-    queries: Buffer
-    sums: Buffer
-    maximum: Buffer
-    denominator: Buffer
-    positions: Buffer
-    slopes: Buffer
     strip: Buffer
 
     def __init__(self, spec: KernelSpec, config: Sizes, args: Any) -> None:
         self.spec, self.config, self.args = spec, config, args
         self.width, self.lanes = config.panel, config.lanes
         self.vectors = self.width // self.lanes
-        for name, (offset, size) in workspace.many_rows(spec, config).items():
-            setattr(self, name, part(args.workspace, max(size, 1), args.base + offset))
+        super().__init__(args, workspace.many_rows(spec, config))
         self.straight = spec.kv_dtype == "float32" and spec.rope is None and not spec.values_are_keys
         self.d_value = spec.d_v
         if spec.values_are_keys:

@@ -27,8 +27,8 @@ class KernelSpec:
     moved : bool
         Some sequence has dropped columns, or begins at another position than 0.
 
-    Head counts, page size, strides, lengths, trees, window sizes, soft-cap and angles are run-time data: one kernel
-    serves them all.
+    Head counts, page size, strides, lengths, trees, window sizes, soft-cap and angles are run-time data: one kernel is
+    right for them all.
     """
 
     d_qk: int

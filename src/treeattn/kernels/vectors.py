@@ -12,7 +12,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from .emit import Expr, broadcast, f32, fma, greater, loop, put, registers, span, typed
+from .emit import Expr, broadcast, f32, fma, greater, let, loop, put, registers, span, typed
 
 Emit = Callable[..., Any]
 
@@ -56,6 +56,12 @@ def pieces(size: int, lanes: int = 8) -> Iterator[tuple[int, int]]:
 def shuffle(vectors: Sequence[Expr], lanes: Sequence[int]) -> Expr:
     """Pick lanes of one or two vectors, counted through both."""
     return tvm.tirx.Shuffle(list(vectors), [tvm.tirx.const(lane, "int32") for lane in lanes])
+
+
+def interleave(left: Expr, right: Expr) -> list[Expr]:
+    """Interleave two vectors of 16 within their halves: the lower four lanes of each, then the upper four."""
+    low = [0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11, 27]
+    return [let(shuffle([left, right], lanes)) for lanes in (low, [lane + 4 for lane in low])]
 
 
 def transpose4(rows: Sequence[Expr]) -> list[Expr]:

@@ -27,7 +27,7 @@ def many_rows(spec: KernelSpec, config: Sizes) -> Layout:
     })  # fmt: skip
 
 
-def few_rows(rows: int, spec: KernelSpec, config: Sizes) -> Layout:
+def few_rows(spec: KernelSpec, config: Sizes) -> Layout:
     """Lay out the scratch of `rows_few`."""
     return _lay_out({
         "scores": 8 * config.few_columns,
@@ -46,9 +46,7 @@ def few_rows(rows: int, spec: KernelSpec, config: Sizes) -> Layout:
 
 def workspace_floats(spec: KernelSpec, config: Sizes) -> int:
     """Return the floats of scratch memory a thread needs."""
-    layouts = [few_rows(rows, spec, config) for rows in config.few]
-    if config.has_many:
-        layouts.append(many_rows(spec, config))
+    layouts = [few_rows(spec, config), *([many_rows(spec, config)] if config.has_many else [])]
     return max(_padded(offset + size) for layout in layouts for offset, size in layout.values())
 
 

@@ -5,7 +5,7 @@ A configuration is legal or says why not; `select` takes the row of the table th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UnsupportedError
 from ..kernels.spec import KernelSpec
@@ -87,15 +87,21 @@ TILES = {
 }
 
 
-def select(spec: KernelSpec, traits: TargetTraits) -> TileConfig:
-    """Return the configuration for a spec on a machine.
+def few_rows(group: int) -> tuple[int, ...]:
+    """Rows of one token, and the most tokens in 4 and in 8 rows, where a kv head has ``group`` query heads."""
+    return tuple(sorted({group, 4 // group * group, 8 // group * group} - {0})) if group <= 8 else (1,)
+
+
+def select(spec: KernelSpec, traits: TargetTraits, group: int | None = None) -> TileConfig:
+    """Return the configuration for a spec on a machine, where known for ``group`` query heads a kv head.
 
     Raises
     ------
     UnsupportedError
         None is legal; the message gives the reasons.
     """
-    config = TILES[traits.vector]
+    table = TILES[traits.vector]
+    config = replace(table, few=few_rows(group)) if group else table
     reasons = config.legal(spec, traits)
     if reasons:
         raise UnsupportedError(f"no tile for {spec} on {traits}: {'; '.join(reasons)}")
