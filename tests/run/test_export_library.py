@@ -94,19 +94,21 @@ def cases():
         yield make_case(rng(seed), mask=MASK, dtype="float32", d_qk=16, lengths=LENGTHS, q_heads=2 + 2 * seed)
 
 
-def own_plan(case, threads):
-    """What the package hands to its own kernel."""
+def own_plan(library, case, threads):
+    """What the package hands to its own kernel, with the kinds of the library's tiles."""
     launch = plan_of(case, threads=threads)._launch
     work = launch.work
     names = ("items", "item_indptr", "seqs", "spans", "bounds", "nodes")
     arrays = {name: getattr(work, name) for name in names} | {"page_ids": case.kv.table.page_ids}
+    arrays["items"] = work.items.copy()
+    arrays["items"][:, 0] = np.searchsorted(library.kernel["tile"]["few"], work.items[:, 4])
     return {"arrays": arrays, "scalars": {"bounds_stride": work.bounds.shape[1]}}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_results_are_those_of_the_package(library, threads):
     for case in cases():
-        assert_same(library.run(case, own_plan(case, threads), threads), attend(case, threads=threads))
+        assert_same(library.run(case, own_plan(library, case, threads), threads), attend(case, threads=threads))
 
 
 def defined_plan(library, case, threads):
