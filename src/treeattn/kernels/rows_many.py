@@ -9,6 +9,7 @@ the end.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -323,26 +324,23 @@ class ManyRows(Scratch):
             put(broken, 0, i32(1))
 
     def _fetcher(self, walk: Walk, following: Expr) -> Callable[[Expr, Expr], None]:
-        """Prefetch the next block: per group of columns, its keys and values spread over the steps of a tile."""
-        size = 4 if self.spec.kv_dtype == "float32" else 2
-        steps, tokens = self.spec.d_qk, self.config.tokens
-        lines = [-(-d * size // LINE) for d in (self.spec.d_qk, 0 if self.spec.values_are_keys else self.spec.d_v)]
-        total = tokens * sum(lines)
-        every, each = max(1, steps // total), -(-total // steps)
+        """Prefetch the next block: per group of columns, its keys and values spread over the steps of a tile.
 
-        def fetch_one(group: Expr, i: Expr) -> None:
-            token = let(following + group * tokens + T.truncdiv(i, sum(lines)))
-            line = let(T.truncmod(i, sum(lines)))
-            either(
-                line < lines[0],
-                lambda: prefetch(self.args.k.data, walk.key[token] + i64(line * (LINE // size))),
-                lambda: prefetch(self.args.v.data, walk.value[token] + i64((line - lines[0]) * (LINE // size))),
-            )
+        One of each every few steps, a power of two so that asking costs little: bursts are slower.
+        """
+        element = 4 if self.spec.kv_dtype == "float32" else 2
+        pools = [(self.args.k.data, walk.key, self.spec.d_qk), (self.args.v.data, walk.value, self.spec.d_v)]
+        tokens, steps = self.config.tokens, self.spec.d_qk
 
         def fetch(group: Expr, k: Expr) -> None:
-            for n in range(each):
-                i = let(T.truncdiv(k, every) * each + n)
-                with when(all_of(T.truncmod(k, every) == 0, i < total)):
-                    fetch_one(group, i)
+            for data, slots, size in pools[: 1 if self.spec.values_are_keys else 2]:
+                lines = -(-size * element // LINE)
+                total = tokens * lines
+                each, every = -(-total // steps), 2 ** int(math.log2(max(1, steps // total)))
+                for n in range(each):
+                    i = let(T.truncdiv(k, every) * each + n)
+                    with when(all_of(T.truncmod(k, every) == 0, i < total)):
+                        slot = slots[following + group * tokens + T.truncdiv(i, lines)]
+                        prefetch(data, slot + i64(T.truncmod(i, lines) * (LINE // element)))
 
         return fetch
