@@ -32,7 +32,7 @@ def few_rows(spec: KernelSpec, config: Sizes) -> Layout:
     return _lay_out({
         "scores": 8 * config.few_columns,
         "seen": 8 * config.few_columns,
-        "queries": 16 * spec.d_qk,
+        "queries": 8 * spec.d_qk,
         "keys": 32 * spec.d_qk,
         "sums": 8 * spec.d_v,
         "maximum": 8,
